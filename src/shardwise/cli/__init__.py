@@ -1,0 +1,1 @@
+"""Commands, one small file each, and the entry of every rank."""

@@ -1,0 +1,1 @@
+"""From a file of rows to the micro-batches of one rank."""

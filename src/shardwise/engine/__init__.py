@@ -1,0 +1,1 @@
+"""A Plan on a model: loading, sharding, precision, loss, optimizer, read-back."""

@@ -1,0 +1,17 @@
+"""Parameter names without the prefixes that wrappers add."""
+
+from __future__ import annotations
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def unwrapped_name(name: str) -> str:
+    """Return `name` without activation-checkpoint and compile wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def base_name(name: str) -> str:
+    """Return the name that the weight has in the model before PEFT and wrappers touched it."""
+    return unwrapped_name(name).removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -1,0 +1,1 @@
+"""What machine this is, and launching ranks on it."""

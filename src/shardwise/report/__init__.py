@@ -1,0 +1,1 @@
+"""Plans, unit tables and run folders for people. Nothing here imports torch."""

@@ -1,0 +1,156 @@
+"""The Job: what the user asks for, after every spelling has been brought to one form.
+
+`spec.reader` turns YAML and overrides into this. Each field is typed, documented and refused when wrong; what a field
+does not say is decided by the planner and lands in the Plan.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""Names of the floating dtypes that a configuration may ask for."""
+
+StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+"""PyTorch's names of the sharding strategies that are built."""
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class Strict(BaseModel):
+    """Base of every configuration model: unknown keys refused, no coercion between types, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class ModelChoice(Strict):
+    """Which model is trained, and how its attention and weights are loaded."""
+
+    path: str
+    """Folder with `config.json` and safetensors, or a hub id (`org/name`)."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers."""
+    dtype: Dtype | None = None
+    """Storage dtype of frozen weights; default: the checkpoint's own. What trains is stored in fp32 always."""
+
+
+class DataChoice(Strict):
+    """Which rows are trained on, and which are held out."""
+
+    path: str
+    """A `.json` or `.jsonl` file."""
+    format: Literal["messages", "alpaca", "prompt_completion", "text"] | None = None
+    """How a row is read; default: recognised from the first row's keys, and said."""
+    held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Rows never trained on: a second file, or a fraction of `path` (split by prompt with `seed`)."""
+
+
+class FsdpChoice(Strict):
+    """How the model is sharded."""
+
+    strategy: StrategyName | Literal["auto"] = "auto"
+    """PyTorch's strategy name, or `auto`: chosen for the model and the method, with the reason printed."""
+    reshard_after_forward: bool | None = None
+    """Free a block's gathered weights after its forward; must agree with the strategy, which sets it by default."""
+
+
+class PrecisionChoice(Strict):
+    """Dtype of each role during training."""
+
+    param_dtype: Dtype = "fp32"
+    """Dtype in which blocks are gathered and computed."""
+    reduce_dtype: Dtype = "fp32"
+    """Dtype of the gradient reduction."""
+    output_dtype: Dtype = "fp32"
+    """Dtype of the logits."""
+    buffer_dtype: Dtype | None = None
+    """Dtype of floating-point buffers other than rotary tables; default: left as loaded."""
+
+
+class CheckpointChoice(Strict):
+    """When the run is saved."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps between checkpoints; 0: only at the end and when stopped."""
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints stay."""
+
+
+class LogChoice(Strict):
+    """What is printed and recorded while training."""
+
+    every: PositiveInt = 1
+    """Optimizer steps between lines of `metrics.jsonl`."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps between held-out evaluations; 0: before the first step and after the last."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+
+
+class Job(Strict):
+    """Everything the user asks for. See `docs/configuration.md`."""
+
+    model: ModelChoice
+    """The model: a folder, a hub id, or `{path, revision, attention, dtype}`."""
+    data: DataChoice
+    """The data: a file, or `{path, format, held_out}`."""
+    output: str | None = None
+    """Run folder; default: `runs/<name of the configuration file>`, numbered when taken."""
+
+    use_lora: bool = False
+    """Train low-rank adapters (PEFT LoRA) and keep the base frozen; otherwise every weight is trained."""
+    lora_rank: PositiveInt = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scale: the adapter's output is multiplied by `lora_alpha / lora_rank`; default: twice the rank."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before each adapter."""
+    lora_targets: Literal["all_linear"] | Annotated[list[str], Field(min_length=1)] = "all_linear"
+    """Suffixes of module names that get an adapter, or `all_linear`: every linear layer but the head."""
+
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Longest row in tokens; longer rows are cut, and counted."""
+    global_batch: PositiveInt | None = None
+    """Rows per optimizer step over all ranks; default: 8 per rank."""
+    micro_batch: PositiveInt | None = None
+    """Rows per rank per forward; default: 1, the rest is accumulated."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; excludes `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training rows; default 1 when `steps` is not given either."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate; default: 2e-4 for LoRA, 1e-5 for full fine-tuning."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Learning rate after warm-up, counted in optimizer steps: flat, or down to zero at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled decay, on weights of two or more dimensions."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip to this global gradient norm; null: no clipping (the norm is recorded all the same)."""
+    optimizer: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of data order, adapter initialisation and dropout."""
+
+    fsdp: FsdpChoice = FsdpChoice()
+    """Sharding: `auto`, a strategy, a list or string of options, or a mapping."""
+    mixed_precision: PrecisionChoice = PrecisionChoice()
+    """`fp32`, `bf16`, `fp16`, or `{param_dtype, reduce_dtype, output_dtype, buffer_dtype}`."""
+    activation_checkpointing: Literal["none", "full"] | Annotated[str, Field(pattern=r"^every_[1-9]\d*$")] = "none"
+    """Recompute activations in backward: true or `full` for every block, `every_2` for every second one, or false."""
+    cluster: Annotated[str, Field(pattern=r"^(detect|[1-9]\d*xcpu)$")] = "detect"
+    """Where it runs: `detect` (all GPUs of this machine, else 2 CPU processes), or `<n>xcpu`."""
+
+    checkpoint: CheckpointChoice = CheckpointChoice()
+    """`{every, keep}`, or a number of steps."""
+    resume: str = "never"
+    """`never`, `auto` (the newest usable checkpoint of `output`), or a checkpoint folder."""
+    log: LogChoice = LogChoice()
+    """`{every, evaluate_every, tensorboard}`."""
+    sample: str | None = None
+    """A question that the base model and the trained model answer at the end of the run, for a person to read."""

@@ -1,0 +1,1 @@
+"""The training loop: it knows a Plan, never the planner."""
