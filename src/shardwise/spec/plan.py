@@ -28,8 +28,8 @@ class Mesh(Strict):
 class Dtypes(Strict):
     """Dtype of each role."""
 
-    frozen_storage: Dtype | None
-    """Stored shards of frozen weights; None: nothing is frozen."""
+    frozen_storage: Dtype | Literal["checkpoint"] | None
+    """Stored shards of frozen weights; `checkpoint`: as stored in a model that is not here; None: nothing is frozen."""
     trained_storage: Literal["fp32"] = "fp32"
     """Stored shards of trained weights, their gradients and optimizer states."""
     param: Dtype

@@ -1,0 +1,31 @@
+"""The `shardwise` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from shardwise.cli import config_command, train_command
+from shardwise.spec.problems import BadInput
+
+app = typer.Typer(
+    name="shardwise",
+    help="Which FSDP configuration fits my GPUs and hides its communication? Plan it, run it, prove it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("config")(config_command.config)
+app.command("train")(train_command.train)
+
+
+def run() -> None:
+    """Run the command line; bad input ends with one text and exit code 2."""
+    try:
+        app()
+    except BadInput as error:
+        from shardwise.report.terminal import problems_text
+
+        print(problems_text(error), file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,102 @@
+"""LoRA adapters: injected before sharding, initialised the same on every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from shardwise.engine.compat import local_slices
+from shardwise.spec.job import Job
+from shardwise.spec.problems import BadInput, Problem, did_you_mean
+
+_LINEAR = (nn.Linear,)
+
+
+def linear_suffixes(model: nn.Module) -> list[str]:
+    """Return the last name parts of the model's linear layers, the head excepted, sorted."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, _LINEAR) and module is not head
+    }
+    return sorted(found)
+
+
+def _check_targets(model: nn.Module, targets: list[str]) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    known = linear_suffixes(model)
+    problems = [
+        Problem(
+            field="lora_targets",
+            value=target,
+            reason="matches no linear layer of this model",
+            allowed=f"all_linear, or names among {', '.join(known)}",
+            fix=did_you_mean(target, known),
+        )
+        for target in targets
+        if not any(name == target or name.endswith("." + target) for name in names)
+    ]
+    if problems:
+        raise BadInput(problems)
+
+
+def add_adapters(model: nn.Module, job: Job) -> nn.Module:
+    """Freeze `model` and add LoRA adapters in fp32; returns the PEFT model.
+
+    Works on the meta device. Called before checkpointing and sharding: adapters added later would stay whole on every
+    rank and never be reduced.
+
+    Raises:
+        BadInput: when a target matches no linear layer.
+    """
+    targets: str | list[str] = "all-linear"
+    if job.lora_targets != "all_linear":
+        _check_targets(model, job.lora_targets)
+        targets = list(job.lora_targets)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=job.lora_rank,
+        lora_alpha=lora_alpha(job),
+        lora_dropout=job.lora_dropout,
+        target_modules=targets,
+    )
+    return get_peft_model(model, config, low_cpu_mem_usage=True)
+
+
+def lora_alpha(job: Job) -> int | float:
+    """Numerator of the adapters' scale; whole numbers stay whole in the saved adapter."""
+    alpha = 2 * job.lora_rank if job.lora_alpha is None else job.lora_alpha
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> int:
+    """Initialise sharded adapters as PEFT does: A uniform (Kaiming, a = sqrt 5), B zero. Returns how many tensors.
+
+    Each A is drawn whole from a generator of its own name and then cut, so that one seed gives one adapter whatever the
+    number of ranks.
+    """
+    count = 0
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.zeros_(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
+        elif ".lora_A." in name:
+            bound = math.sqrt(3.0) * math.sqrt(2.0 / (1 + 5)) / math.sqrt(parameter.shape[1])
+            whole = torch.empty(parameter.shape, dtype=torch.float32)
+            whole.uniform_(-bound, bound, generator=_generator(seed, name.replace("_checkpoint_wrapped_module.", "")))
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.copy_(whole[local_slices(parameter)])
+        else:
+            continue
+        count += 1
+    return count

@@ -1,0 +1,72 @@
+"""From a source and a plan to a live, sharded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.adapters import add_adapters, init_adapters
+from shardwise.engine.apply import apply
+from shardwise.engine.buffers import fill_buffers
+from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.precision import cast_buffers, store_trained_in_fp32
+from shardwise.engine.readback import check_live_model
+from shardwise.engine.source import Source, build_on_meta
+from shardwise.engine.weights import ReadPlan, load_weights, plan_reads
+from shardwise.spec.job import Dtype, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A model on the meta device with its adapters, not yet sharded."""
+
+    model: nn.Module
+    """What is trained: the transformers model, or the PEFT model around it."""
+    plain_model: Any
+    """The transformers model."""
+    reads: ReadPlan | None
+    """How its weights are read; None when it was built from a configuration alone."""
+
+
+def frozen_storage(job: Job, source_dtype: Dtype) -> Dtype | None:
+    """Storage dtype of frozen weights: as asked, else the checkpoint's own; None when nothing is frozen."""
+    return (job.model.dtype or source_dtype) if job.use_lora else None
+
+
+def build_skeleton(job: Job, config: Any, stored: Dtype, source: Source | None) -> Skeleton:
+    """Build the job's model without memory behind it.
+
+    Raises:
+        BadInput: unknown architecture, targets that match nothing, an incomplete checkpoint.
+    """
+    dtype = TORCH_DTYPE[frozen_storage(job, stored) or "fp32"]
+    plain = build_on_meta(config, attention=job.model.attention, dtype=dtype)
+    reads = None if source is None else plan_reads(plain, source)
+    model = add_adapters(plain, job) if job.use_lora else plain
+    store_trained_in_fp32(model)
+    return Skeleton(model=model, plain_model=plain, reads=reads)
+
+
+def load_model(job: Job, plan: Any, source: Source, mesh: DeviceMesh) -> nn.Module:
+    """Return the sharded model with its weights; each rank holds its own shards only.
+
+    Raises:
+        BadInput: the weights do not fit the model.
+        PlanNotHonoured: the live model is not what the plan says.
+    """
+    skeleton = build_skeleton(job, source.config, source.dtype, source)
+    assert skeleton.reads is not None
+    apply(skeleton.model, plan, mesh)
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
+    skeleton.model.to_empty(device=device)
+    fill_buffers(skeleton.model, skeleton.plain_model)
+    load_weights(skeleton.model, skeleton.reads, source)
+    if job.use_lora:
+        init_adapters(skeleton.model, job.seed)
+    cast_buffers(skeleton.model, plan.dtypes)
+    check_live_model(skeleton.model, plan, mesh)
+    return skeleton.model

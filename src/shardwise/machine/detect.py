@@ -1,0 +1,55 @@
+"""What this machine offers to a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shardwise.spec.job import Job
+from shardwise.spec.problems import BadInput, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The ranks that a run will have."""
+
+    device_type: str
+    """`cuda` or `cpu`."""
+    world: int
+    """Number of ranks."""
+    why: str
+    """Where the number comes from."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the communication library."""
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+
+def detect(job: Job, nproc: int | None = None) -> Devices:
+    """Return the devices of a run: what the job names, else every GPU, else two CPU processes.
+
+    Args:
+        job: Its `cluster` is `detect` or `<n>xcpu`.
+        nproc: Number of ranks, when the command line or torchrun says it.
+
+    Raises:
+        BadInput: more ranks than GPUs.
+    """
+    import torch
+
+    asked_for_cpu = job.cluster != "detect"
+    gpus = 0 if asked_for_cpu else torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if gpus > 0:
+        if (local or nproc or 1) > gpus:
+            raise BadInput(
+                Problem(field="nproc", value=local or nproc, reason=f"more ranks than this machine's {gpus} GPUs")
+            )
+        return Devices(device_type="cuda", world=nproc or gpus, why="as asked" if nproc else "every GPU of this machine")
+    if nproc is not None:
+        return Devices(device_type="cpu", world=nproc, why="as asked, on CPU")
+    if asked_for_cpu:
+        return Devices(device_type="cpu", world=int(job.cluster.removesuffix("xcpu")), why="cluster")
+    world = min(2, os.cpu_count() or 1)
+    return Devices(device_type="cpu", world=world, why=f"no GPU here: {world} CPU processes")

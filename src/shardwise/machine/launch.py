@@ -1,0 +1,38 @@
+"""Starting the ranks of a prepared run on this machine with torchrun, and reading how they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from shardwise.report.run_folder import RunFolder, RunInfo
+
+EXIT_BY_STATE = {"finished": 0, "stopped": 3}
+"""Exit code of `shardwise train` for each state that the ranks left behind; any other is 4: the run failed."""
+
+
+def launch(folder: RunFolder, info: RunInfo) -> int:
+    """Run torchrun in this process until every rank has ended; returns the exit code for the user.
+
+    SIGINT and SIGTERM are passed on to the ranks, which save a checkpoint within torchrun's grace time.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if info.device_type == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // info.world)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what the ranks say is enough
+    arguments = ["--standalone", f"--nproc-per-node={info.world}", "-m", "shardwise.cli.rank", str(folder.path)]
+    signalled = False
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except SignalException:
+        signalled = True
+    except ChildFailedError:
+        pass
+    state = folder.read_status()["state"]
+    if state == "prepared" and signalled:
+        print("stopped before the first step; nothing was trained and nothing needs to be resumed", flush=True)
+        return 3
+    return EXIT_BY_STATE.get(state, 4)

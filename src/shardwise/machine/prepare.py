@@ -1,0 +1,196 @@
+"""Everything that happens before ranks start: check, read, plan, and write the run folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.data.prepared import PreparedData, prepare
+from shardwise.engine.load import build_skeleton, frozen_storage
+from shardwise.engine.source import ModelNotHere, Source, locate, open_source, read_config
+from shardwise.engine.unit_table import unit_table
+from shardwise.machine.detect import Devices, detect
+from shardwise.planner.decide import Facts, decide
+from shardwise.report.run_folder import RunFolder, RunInfo, check_same_run, choose_folder
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.units import UnitTable
+from shardwise.state.checkpoint import check_matches, resolve_resume
+
+DEFAULT_LEARNING_RATE = {True: 2e-4, False: 1e-5}
+"""Peak learning rate by `use_lora`, when the job names none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What can be said of a job without reading data or weights."""
+
+    job: Job
+    """With every default filled in that needs no data."""
+    plan: Plan
+    """The decisions."""
+    units: UnitTable | None
+    """None when the model is not here."""
+    devices: Devices
+    """The ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that is ready to start."""
+
+    folder: RunFolder
+    """Written, except when nothing may be."""
+    preview: Preview
+    """Job, plan and units."""
+    info: RunInfo
+    """Ranks and steps."""
+    data_lines: list[str]
+    """What the data is, in sentences."""
+
+
+def preview(job: Job, *, nproc: int | None = None) -> Preview:
+    """Resolve a job and decide its plan; reads the model's configuration, no weights and no data.
+
+    Raises:
+        BadInput: with every reason found.
+    """
+    devices = detect(job, nproc)
+    try:
+        folder = locate(job.model, weights=False)
+    except ModelNotHere:
+        return _preview_without_model(job, devices)
+    config = read_config(folder)
+    try:
+        source = open_source(job.model)
+    except BadInput:
+        source = None
+    stored = source.dtype if source is not None else "fp32"
+    model = build_skeleton(job, config, stored, source).model
+    facts = _facts(model, devices, None if source is None and job.model.dtype is None else stored, job)
+    return _resolved(job, model, decide(job, facts), devices)
+
+
+def _facts(model: nn.Module, devices: Devices, stored: Any, job: Job) -> Facts:
+    return Facts(
+        world=devices.world,
+        device_type=devices.device_type,
+        parameters=sum(p.numel() for p in model.parameters()),
+        frozen_storage=frozen_storage(job, stored) if stored is not None else ("checkpoint" if job.use_lora else None),
+    )
+
+
+def _preview_without_model(job: Job, devices: Devices) -> Preview:
+    if job.fsdp.strategy == "auto" and devices.world > 1:
+        raise BadInput(
+            Problem(
+                field="fsdp",
+                value="auto",
+                reason=f"needs the model's size, and {job.model.path!r} is not here",
+                fix="name a strategy, or give a model that is here",
+            )
+        )
+    facts = Facts(
+        world=devices.world,
+        device_type=devices.device_type,
+        parameters=0,
+        frozen_storage=(job.model.dtype or "checkpoint") if job.use_lora else None,
+    )
+    plan = decide(job, facts)
+    return Preview(job=_fill(job, plan), plan=plan, units=None, devices=devices)
+
+
+def _fill(job: Job, plan: Plan) -> Job:
+    return job.model_copy(
+        update={
+            "global_batch": plan.global_batch,
+            "micro_batch": plan.micro_batch,
+            "learning_rate": job.learning_rate or DEFAULT_LEARNING_RATE[job.use_lora],
+            "epochs": 1.0 if job.steps is None and job.epochs is None else job.epochs,
+            "lora_alpha": float(job.lora_alpha or 2 * job.lora_rank) if job.use_lora else None,
+        }
+    )
+
+
+def _resolved(job: Job, model: nn.Module, plan: Plan, devices: Devices) -> Preview:
+    return Preview(job=_fill(job, plan), plan=plan, units=unit_table(model, plan), devices=devices)
+
+
+def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Job], str]) -> PreparedRun:
+    """Check everything, then write the run folder. Nothing is written when anything is wrong.
+
+    Args:
+        job: As read.
+        name: The configuration's name, which the default run folder takes.
+        nproc: Number of ranks, when given from outside.
+        command: Makes the line that resumes the run from its job.
+
+    Raises:
+        BadInput: before any process starts.
+    """
+    devices = detect(job, nproc)
+    source = open_source(job.model)
+    skeleton = build_skeleton(job, source.config, source.dtype, source)
+    plan = decide(job, _facts(skeleton.model, devices, source.dtype, job))
+    data = _prepare_data(job, source, skeleton.plain_model)
+    seen = _resolved(job, skeleton.model, plan, devices)
+    folder = choose_folder(job, name)
+    resolved = seen.job.model_copy(update={"output": str(folder.path)})
+    check_same_run(folder, resolved)
+    resume_from = resolve_resume(job.resume, folder.checkpoints)
+    if resume_from is not None:
+        trained = {n: tuple(p.shape) for n, p in skeleton.model.named_parameters() if p.requires_grad}
+        check_matches(resume_from, trained)
+    info = RunInfo(
+        name=name,
+        device_type=devices.device_type,
+        backend=devices.backend,
+        world=devices.world,
+        total_steps=_total_steps(resolved, data),
+        resume_from=None if resume_from is None else str(resume_from),
+        resume_command=command(resolved),
+    )
+    assert seen.units is not None
+    folder.write(resolved, plan, seen.units, info)
+    data.write(folder.data)
+    return PreparedRun(
+        folder=folder,
+        preview=Preview(job=resolved, plan=plan, units=seen.units, devices=devices),
+        info=info,
+        data_lines=data.summary.lines(),
+    )
+
+
+def _prepare_data(job: Job, source: Source, model: Any) -> PreparedData:
+    rows = model.get_input_embeddings().weight.shape[0]
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest is not None and job.seq_len > longest:
+        raise BadInput(
+            Problem(
+                field="seq_len",
+                value=job.seq_len,
+                reason=f"is longer than the {longest} positions of this model",
+                fix=f"use {longest} or less",
+            )
+        )
+    return prepare(job.data, source.tokenizer(), seq_len=job.seq_len, seed=job.seed, vocab_size=rows)
+
+
+def _total_steps(job: Job, data: PreparedData) -> int:
+    if job.steps is not None:
+        return job.steps
+    assert job.epochs is not None
+    assert job.global_batch is not None
+    steps_per_epoch = math.ceil(len(data.train) / job.global_batch)
+    return max(1, math.ceil(job.epochs * steps_per_epoch))
+
+
+def run_name(config: Path) -> str:
+    """Name of a run from its configuration file."""
+    return config.stem

@@ -1,0 +1,107 @@
+"""From a Job to a Plan by the article's rule of thumb; every choice that the user did not make carries its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.spec.job import Dtype, Job, StrategyName
+from shardwise.spec.plan import Dtypes, Mesh, Plan
+from shardwise.spec.problems import BadInput, Problem
+
+RULE_OF_THUMB_PARAMETERS = 13_000_000_000
+"""From this size on the rule of thumb shards everything."""
+
+ROWS_PER_RANK = 8
+"""Rows per rank and step when the job names no global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the planner must know besides the job."""
+
+    world: int
+    """Number of ranks."""
+    device_type: str
+    """`cuda` or `cpu`."""
+    parameters: int
+    """Parameters of the model, adapters included."""
+    frozen_storage: Dtype | Literal["checkpoint"] | None
+    """Storage dtype of frozen weights; None when nothing is frozen."""
+
+
+def decide(job: Job, facts: Facts) -> Plan:
+    """Return the plan of a job.
+
+    Raises:
+        BadInput: batch sizes that do not divide, with the sizes that would.
+    """
+    reasons: dict[str, str] = {}
+    strategy = _strategy(job, facts, reasons)
+    micro_batch, accumulation = _batch(job, facts.world, reasons)
+    precision = job.mixed_precision
+    replicated = strategy == "NO_SHARD"
+    fused = facts.device_type == "cuda" and precision.param_dtype != "fp16"
+    reasons["optimizer_implementation"] = "fused kernels on GPUs without loss scaling, foreach elsewhere"
+    return Plan(
+        strategy=strategy,
+        mesh=Mesh(replicate=facts.world if replicated else 1, shard=1 if replicated else facts.world),
+        reshard_after_forward=strategy != "SHARD_GRAD_OP",
+        dtypes=Dtypes(
+            frozen_storage=facts.frozen_storage,
+            param=precision.param_dtype,
+            reduce=precision.reduce_dtype,
+            output=precision.output_dtype,
+            buffer=precision.buffer_dtype,
+            loss_scaling=precision.param_dtype == "fp16",
+        ),
+        activation_checkpointing=job.activation_checkpointing,
+        attention=job.model.attention,
+        micro_batch=micro_batch,
+        accumulation_steps=accumulation,
+        optimizer_implementation="fused" if fused else "foreach",
+        reasons=reasons,
+    )
+
+
+def _strategy(job: Job, facts: Facts, reasons: dict[str, str]) -> StrategyName:
+    if job.fsdp.strategy != "auto":
+        return job.fsdp.strategy
+    billions = facts.parameters / 1e9
+    if facts.world == 1:
+        reasons["strategy"] = "auto: one rank, nothing to shard over"
+        return "NO_SHARD"
+    rule = "rule of thumb, not a prediction of memory or time"
+    if facts.parameters >= RULE_OF_THUMB_PARAMETERS:
+        reasons["strategy"] = f"auto: {billions:.1f}B parameters, 13B or more: shard everything ({rule})"
+        return "FULL_SHARD"
+    lora = " and LoRA" if job.use_lora else ""
+    reasons["strategy"] = f"auto: {billions:.2f}B parameters, below 13B{lora}: keep weights gathered ({rule})"
+    return "SHARD_GRAD_OP"
+
+
+def _batch(job: Job, world: int, reasons: dict[str, str]) -> tuple[int, int]:
+    """Return (micro batch, accumulation steps) of the job's global batch."""
+    global_batch = job.global_batch
+    if global_batch is None:
+        global_batch = ROWS_PER_RANK * world
+        if job.micro_batch is not None and ROWS_PER_RANK % job.micro_batch:
+            global_batch = job.micro_batch * world
+        reasons["global_batch"] = f"default: {global_batch // world} rows per rank"
+    if global_batch % world:
+        raise BadInput(_does_not_divide("global_batch", global_batch, f"{world} ranks", world))
+    micro_batch = job.micro_batch
+    if micro_batch is None:
+        micro_batch = 1
+        reasons["micro_batch"] = "default: the least memory; raise it when memory allows"
+    rows = global_batch // world
+    if rows % micro_batch:
+        what = f"{world} ranks x micro_batch {micro_batch}"
+        raise BadInput(_does_not_divide("global_batch", global_batch, what, world * micro_batch))
+    return micro_batch, rows // micro_batch
+
+
+def _does_not_divide(field: str, value: int, what: str, unit: int) -> Problem:
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    near = " or ".join(str(size) for size in (below, above) if size > 0)
+    return Problem(field=field, value=value, reason=f"is not a multiple of {what} = {unit}", fix=f"use {near}")

@@ -1,0 +1,180 @@
+"""The folder of one run: what was asked, what was decided, what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from shardwise.spec.job import Job, Strict
+from shardwise.spec.plan import Plan
+from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.units import UnitTable
+
+State = Literal["prepared", "running", "stopped", "finished", "failed"]
+
+MAY_CHANGE = ("resume", "log", "checkpoint", "sample", "output")
+"""Fields in which a resumed job may differ from the run that it continues."""
+
+
+class RunInfo(Strict):
+    """What the ranks of a run need besides job and plan."""
+
+    name: str
+    """Name of the configuration, for people."""
+    device_type: Literal["cpu", "cuda"]
+    """Kind of device of every rank."""
+    backend: Literal["gloo", "nccl"]
+    """Communication library."""
+    world: int
+    """Number of ranks."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    resume_from: str | None = None
+    """Checkpoint folder that this start continues from."""
+    resume_command: str
+    """What a person types to continue a stopped run."""
+
+
+class RunFolder:
+    """Paths and small files of a run. Nothing here imports torch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.plan = path / "plan.yaml"
+        self.units = path / "units.json"
+        self.info = path / "run.json"
+        self.versions = path / "versions.json"
+        self.status = path / "status.json"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.data = path / "data"
+        self.checkpoints = path / "checkpoints"
+        self.export = path / "export"
+        self.errors = path / "errors"
+
+    def write(self, job: Job, plan: Plan, units: UnitTable, info: RunInfo) -> None:
+        """Write everything that is known before the first step; makes the folder."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.versions, json.dumps(_versions(), indent=1))
+        write_text(self.config, _yaml(job.model_dump(mode="json")))
+        write_text(self.plan, _yaml({**plan.model_dump(mode="json"), "fingerprint": plan.fingerprint()}))
+        write_text(self.units, units.model_dump_json(indent=1))
+        write_text(self.info, info.model_dump_json(indent=1))
+        self.set_status("prepared", 0)
+
+    def set_status(self, state: State, step: int, message: str = "") -> None:
+        """Record where the run stands; read by `shardwise` after the ranks have ended."""
+        write_text(self.status, json.dumps({"state": state, "step": step, "message": message, "time": time.time()}))
+
+    def read_status(self) -> dict[str, Any]:
+        """Return the last recorded state, `{"state": "prepared", ...}` when none is readable."""
+        try:
+            status: dict[str, Any] = json.loads(self.status.read_text())
+        except (OSError, ValueError):
+            return {"state": "prepared", "step": 0, "message": ""}
+        return status
+
+    def read_job(self) -> Job:
+        """Return the resolved job."""
+        return Job.model_validate(yaml.safe_load(self.config.read_text()))
+
+    def read_plan(self) -> Plan:
+        """Return the plan."""
+        stored = yaml.safe_load(self.plan.read_text())
+        stored.pop("fingerprint", None)
+        return Plan.model_validate(stored)
+
+    def read_info(self) -> RunInfo:
+        """Return the run's facts."""
+        return RunInfo.model_validate_json(self.info.read_text())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is either the old or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _yaml(value: object) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+
+
+def _versions() -> dict[str, str]:
+    from platform import platform, python_version
+
+    packages = ("shardwise", "torch", "transformers", "peft", "safetensors", "tokenizers", "pyarrow")
+    return {"python": python_version(), "platform": platform(), **{name: metadata.version(name) for name in packages}}
+
+
+def choose_folder(job: Job, name: str) -> RunFolder:
+    """Return the folder that a job will run in, without making it.
+
+    A job without `output` gets `runs/<name>`, numbered when that is taken, or, when it resumes, the newest of these.
+
+    Raises:
+        BadInput: the folder named by `output` holds another run or other files, or holds this run and the job does not
+            say that it resumes.
+    """
+    if job.output is None:
+        return _numbered(Path("runs"), name, resume=job.resume == "auto")
+    path = Path(job.output)
+    if path.exists() and not path.is_dir():
+        raise BadInput(Problem(field="output", value=job.output, reason="is a file, not a folder"))
+    _check_writable(path)
+    return RunFolder(path)
+
+
+def _check_writable(path: Path) -> None:
+    parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise BadInput(Problem(field="output", value=str(path), reason=f"cannot be made: {parent} is not writable"))
+
+
+def _numbered(parent: Path, name: str, *, resume: bool) -> RunFolder:
+    taken = [parent / name, *(parent / f"{name}-{number}" for number in range(2, 10_000))]
+    free = next(index for index, path in enumerate(taken) if not path.exists())
+    return RunFolder(taken[free - 1] if resume and free > 0 else taken[free])
+
+
+def check_same_run(folder: RunFolder, job: Job) -> None:
+    """Refuse a folder that holds something else than the beginning of this very job.
+
+    Args:
+        folder: Where the job is to run.
+        job: The resolved job.
+
+    Raises:
+        BadInput: with the differing fields, or with the way to resume.
+    """
+    if not folder.path.is_dir() or not any(folder.path.iterdir()):
+        return
+    where = str(folder.path)
+    if not folder.config.is_file():
+        fix = "choose an empty or new folder"
+        raise BadInput(Problem(field="output", value=where, reason="holds files that are not a run", fix=fix))
+    differences = list(_differences(folder.read_job(), job))
+    if differences:
+        reason = "holds another run: " + "; ".join(differences[:4])
+        raise BadInput(Problem(field="output", value=where, reason=reason, fix="choose another folder"))
+    if job.resume == "never":
+        status = folder.read_status()
+        reason = f"already holds this run ({status['state']} at step {status['step']})"
+        raise BadInput(
+            Problem(field="output", value=where, reason=reason, fix="continue it with --resume auto, or choose another")
+        )
+
+
+def _differences(old: Job, new: Job) -> Iterable[str]:
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    for key in before:
+        if key not in MAY_CHANGE and before[key] != after[key]:
+            yield f"{key} was {before[key]!r}, now {after[key]!r}"

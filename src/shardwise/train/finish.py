@@ -1,0 +1,1 @@
+"""After the last step: exports, and the check of them in a fresh process."""

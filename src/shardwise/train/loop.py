@@ -1,0 +1,276 @@
+"""The training loop: one function from a prepared run folder to its last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.data.loader import HeldOutBatches, TrainBatches, pad_token_id
+from shardwise.data.prepared import Rows
+from shardwise.engine.load import load_model
+from shardwise.engine.mesh import build_mesh
+from shardwise.engine.optimizer import Schedule, build_optimizer, set_learning_rate
+from shardwise.engine.scaler import build_scaler
+from shardwise.engine.source import Source, open_source
+from shardwise.report.progress import Progress
+from shardwise.report.run_folder import RunFolder, RunInfo
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.state.checkpoint import TrainingProgress, load, save
+from shardwise.train.evaluate import held_out_loss
+from shardwise.train.metrics import MetricsLog, memory_bytes, memory_name
+from shardwise.train.signals import StopSignal
+from shardwise.train.step import StepResult, training_step
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A run in progress on one rank: everything that a step needs."""
+
+    folder: RunFolder
+    """Where the run is kept."""
+    job: Job
+    """What was asked."""
+    plan: Plan
+    """What was decided."""
+    info: RunInfo
+    """Ranks and number of steps."""
+    source: Source
+    """Where the model came from."""
+    device: torch.device
+    """This rank's device."""
+    model: nn.Module
+    """The live, sharded model."""
+    optimizer: torch.optim.Optimizer
+    """Over what trains."""
+    scaler: torch.amp.GradScaler
+    """Disabled unless the computation is in fp16."""
+    batches: TrainBatches
+    """This rank's training micro-batches."""
+    held_out: HeldOutBatches | None
+    """This rank's held-out batches."""
+    stop: StopSignal
+    """Asked to end early."""
+    step: int = 0
+    """Optimizer steps done."""
+    samples_seen: int = 0
+    """Position in the data, in rows of all ranks."""
+    last: StepResult | None = None
+    """The newest step."""
+    held_out_losses: dict[int, float] = field(default_factory=dict)
+    """Step -> held-out loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How training ended, equal on all ranks."""
+
+    state: Literal["finished", "stopped"]
+    """Whether every step was done."""
+    step: int
+    """Optimizer steps done."""
+    checkpoint: Path
+    """The last checkpoint."""
+    first_loss: float | None
+    """Held-out loss (without held-out rows: training loss) before training, when known."""
+    last_loss: float | None
+    """The same after the last step."""
+
+
+def start(folder: RunFolder, *, device: torch.device, stop: StopSignal, say: Callable[[str], None]) -> Training:
+    """Load model, data and, when resuming, state of a prepared run. Needs the process group; every rank calls it.
+
+    Raises:
+        BadInput: weights or checkpoint do not fit.
+        PlanNotHonoured: the live model is not what the plan says.
+    """
+    job, plan, info = folder.read_job(), folder.read_plan(), folder.read_info()
+    rank = dist.get_rank()
+    torch.manual_seed(job.seed * 100_003 + rank)
+    source = open_source(job.model)
+    model = load_model(job, plan, source, build_mesh(plan, device.type))
+    optimizer = build_optimizer(
+        model, plan, learning_rate=job.learning_rate or 0.0, weight_decay=job.weight_decay
+    )
+    pad_id = pad_token_id(source.tokenizer())
+    share = {"micro_batch": plan.micro_batch, "rank": rank, "data_ranks": info.world, "pad_id": pad_id}
+    held_out_file = folder.data / "held_out.arrow"
+    training = Training(
+        folder=folder,
+        job=job,
+        plan=plan,
+        info=info,
+        source=source,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        scaler=build_scaler(plan, device.type),
+        batches=TrainBatches(
+            Rows.open(folder.data / "train.arrow"), seed=job.seed, global_batch=plan.global_batch, **share
+        ),
+        held_out=HeldOutBatches(Rows.open(held_out_file), **share) if held_out_file.is_file() else None,
+        stop=stop,
+    )
+    if info.resume_from is not None:
+        _resume(training, Path(info.resume_from), say)
+    return training
+
+
+def _resume(training: Training, path: Path, say: Callable[[str], None]) -> None:
+    loaded = load(path, model=training.model, optimizer=training.optimizer)
+    training.step, training.samples_seen = loaded.progress.step, loaded.progress.samples_seen
+    training.scaler.load_state_dict(loaded.extra["scaler"])
+    training.held_out_losses = {int(step): loss for step, loss in loaded.extra["held_out_losses"].items()}
+    say(f"resumed from {path.name}: step {training.step}, {training.samples_seen} rows seen")
+    for note in loaded.notes:
+        say(f"  {note}")
+
+
+def run(training: Training, *, progress: Progress | None) -> Outcome:
+    """Train to the end or until asked to stop; always ends with a checkpoint.
+
+    Args:
+        training: From `start`.
+        progress: Where rank 0 shows the run; None on other ranks.
+
+    Raises:
+        TrainingFailed: the numbers are no longer finite.
+        CheckpointError: a checkpoint could not be written.
+    """
+    job, info = training.job, training.info
+    schedule = Schedule(
+        kind=job.schedule, peak=job.learning_rate or 0.0, warmup_steps=job.warmup_steps, total_steps=info.total_steps
+    )
+    log = _open_log(training)
+    saved: Path | None = None
+    if training.step == 0:
+        _evaluate(training, log, progress)
+    while training.step < info.total_steps and not training.stop.agreed(training.device):
+        started = time.perf_counter()
+        set_learning_rate(training.optimizer, schedule.at(training.step))
+        result = training_step(
+            training.model,
+            training.batches.micro_batches(training.samples_seen),
+            optimizer=training.optimizer,
+            scaler=training.scaler,
+            max_grad_norm=job.max_grad_norm,
+            device=training.device,
+        )
+        training.samples_seen = training.batches.next_position(training.samples_seen)
+        training.step += 1
+        training.last = result
+        _record(training, log, progress, result, schedule.at(training.step - 1), time.perf_counter() - started)
+        if _due(job.log.evaluate_every, training.step, info.total_steps):
+            _evaluate(training, log, progress)
+        if job.checkpoint.every and training.step % job.checkpoint.every == 0:
+            saved = save_checkpoint(training)
+    if training.step == info.total_steps and training.step not in training.held_out_losses:
+        _evaluate(training, log, progress)
+    if saved is None or training.step % max(1, job.checkpoint.every) != 0:
+        saved = save_checkpoint(training)
+    if log is not None:
+        log.close()
+    return _outcome(training, saved)
+
+
+def _due(every: int, step: int, total: int) -> bool:
+    return every > 0 and step % every == 0 and step < total
+
+
+def _open_log(training: Training) -> MetricsLog | None:
+    if dist.get_rank() != 0:
+        return None
+    training.folder.set_status("running", training.step)
+    return MetricsLog(
+        training.folder.metrics,
+        tensorboard=training.folder.tensorboard if training.job.log.tensorboard else None,
+        start_step=training.step,
+    )
+
+
+def _evaluate(training: Training, log: MetricsLog | None, progress: Progress | None) -> None:
+    if training.held_out is None:
+        return
+    loss = held_out_loss(training.model, training.held_out, stop=training.stop, device=training.device)
+    if loss is None:
+        return
+    training.held_out_losses[training.step] = loss
+    if log is not None:
+        log.write(training.step, held_out_loss=loss)
+    if progress is not None:
+        progress.message(f"step {training.step}: held-out loss {loss:.4f}")
+
+
+def _record(
+    training: Training,
+    log: MetricsLog | None,
+    progress: Progress | None,
+    result: StepResult,
+    learning_rate: float,
+    seconds: float,
+) -> None:
+    memory = memory_bytes(training.device)
+    rate = result.input_tokens / seconds
+    if log is not None and (training.step % training.job.log.every == 0 or training.step == training.info.total_steps):
+        log.write(
+            training.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            trained_tokens=result.trained_tokens,
+            tokens=result.input_tokens,
+            tokens_per_s=round(rate, 1),
+            seconds=round(seconds, 4),
+            memory_bytes=memory,
+            memory=memory_name(training.device),
+            skipped=result.skipped,
+            loss_scale=result.scale,
+        )
+    if progress is not None:
+        held_out = next(reversed(training.held_out_losses.values()), None)
+        progress.update(
+            training.step, loss=result.loss, tokens_per_s=rate, memory_bytes=memory, held_out_loss=held_out
+        )
+        if result.skipped:
+            progress.message(
+                f"step {training.step}: a gradient overflowed in fp16, no update on any rank; "
+                f"loss scale is now {result.scale:g}"
+            )
+
+
+def save_checkpoint(training: Training) -> Path:
+    """Write a checkpoint of the run as it stands. Every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write.
+    """
+    return save(
+        training.folder.checkpoints,
+        model=training.model,
+        optimizer=training.optimizer,
+        progress=TrainingProgress(step=training.step, samples_seen=training.samples_seen),
+        extra={
+            "scaler": training.scaler.state_dict(),
+            "held_out_losses": training.held_out_losses,
+            "plan": training.plan.fingerprint(),
+        },
+        keep=training.job.checkpoint.keep,
+    )
+
+
+def _outcome(training: Training, checkpoint: Path) -> Outcome:
+    losses = training.held_out_losses
+    return Outcome(
+        state="finished" if training.step >= training.info.total_steps else "stopped",
+        step=training.step,
+        checkpoint=checkpoint,
+        first_loss=losses.get(0),
+        last_loss=losses.get(training.step, training.last.loss if training.last and not losses else None),
+    )

@@ -1,0 +1,101 @@
+"""One optimizer step: forwards and backwards of this rank's micro-batches, clipping, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.data.loader import Batch
+from shardwise.engine import scaler as scaling
+from shardwise.engine.clip import clip_gradients
+from shardwise.engine.loss import token_loss_sum
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on: its numbers are no longer finite, or nothing is learnt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did, equal on all ranks."""
+
+    loss: float
+    """Sum of token losses / trained tokens, over the global batch."""
+    grad_norm: float
+    """Global gradient norm before clipping; not finite when an fp16 step overflowed."""
+    trained_tokens: int
+    """Tokens with a label in the global batch."""
+    input_tokens: int
+    """Tokens that went through the model, padding excluded, in the global batch."""
+    skipped: bool
+    """The update was left out because a gradient overflowed in fp16."""
+    scale: float
+    """Loss scale after the step; 1 without scaling."""
+
+
+def global_sum(values: Sequence[int | float], device: torch.device) -> list[float]:
+    """Return the sums over all ranks of a few numbers."""
+    total = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
+def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the model's logits [rows, length, vocab] for a batch."""
+    logits: torch.Tensor = model(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+    ).logits
+    return logits
+
+
+def training_step(
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    *,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    max_grad_norm: float | None,
+    device: torch.device,
+) -> StepResult:
+    """Run one optimizer step; every rank calls it with its own micro-batches of the same global batch.
+
+    Gradients are reduced after each micro-batch and added up as shards. The count of trained tokens is known before the
+    first forward, so every micro-batch's loss is already its share of the global mean.
+
+    Raises:
+        TrainingFailed: no token is trained, or loss or gradients are not finite (fp16 overflow excepted).
+    """
+    trained, inputs = global_sum(
+        [sum(b.trained_tokens for b in micro_batches), sum(int(b.attention_mask.sum()) for b in micro_batches)], device
+    )
+    if trained == 0:
+        raise TrainingFailed("a global batch has no token to learn")
+    optimizer.zero_grad(set_to_none=True)
+    local_loss = torch.zeros((), device=device)
+    for batch in micro_batches:
+        batch = batch.to(device)
+        loss = token_loss_sum(logits_of(model, batch), batch.labels) / trained
+        scaler.scale(loss).backward()
+        local_loss += loss.detach()
+    scaling.unscale(scaler, optimizer)
+    norm = float(clip_gradients(model.parameters(), max_grad_norm))
+    (loss_value,) = global_sum([float(local_loss)], device)
+    if not scaler.is_enabled() and not (_finite(norm) and _finite(loss_value)):
+        raise TrainingFailed(f"loss {loss_value} and gradient norm {norm} are not finite")
+    skipped = scaling.step(scaler, optimizer)
+    return StepResult(
+        loss=loss_value,
+        grad_norm=norm,
+        trained_tokens=int(trained),
+        input_tokens=int(inputs),
+        skipped=skipped,
+        scale=float(scaler.get_scale()) if scaler.is_enabled() else 1.0,
+    )
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
