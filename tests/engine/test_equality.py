@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from engine.training import GLOBAL_BATCH, make_job, train_alone, train_on_rank, whole_batch
 from harness.ranks import run_ranks
 
@@ -32,7 +33,9 @@ def _assert_close(live, alone, tolerance):
     assert live.norms == pytest.approx(alone.norms, rel=tolerance, abs=tolerance)
     assert live.weights.keys() == alone.weights.keys()
     for name, weight in live.weights.items():
-        torch.testing.assert_close(weight, alone.weights[name], atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weight, alone.weights[name], atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -65,7 +64,9 @@ def make_plan(job: Job, world: int) -> Plan:
     """The job's plan on CPU ranks."""
     source = open_source(job.model)
     frozen = (job.model.dtype or source.dtype) if job.use_lora else None
-    return decide(job, Facts(world=world, device_type="cpu", parameters=1, frozen_storage=frozen))
+    skeleton = build_skeleton(job, source.config, source.dtype, source)
+    attention = skeleton.plain_model.config._attn_implementation
+    return decide(job, Facts(world=world, device_type="cpu", parameters=1, frozen_storage=frozen, attention=attention))
 
 
 def batches_of(job: Job, plan: Plan, rank: int, ranks: int) -> TrainBatches:
@@ -93,7 +94,8 @@ class Trace:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
 
 
 def train_on_rank(rank: int, world: int, job: Job, steps: int = STEPS) -> Trace:

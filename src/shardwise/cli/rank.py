@@ -74,9 +74,7 @@ def _connect(device_type: str, backend: str) -> torch.device:
     device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, timeout=timedelta(minutes=30), device_id=device if device.type == "cuda" else None
-    )
+    dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device if device.type == "cuda" else None)
     return device
 
 

@@ -35,7 +35,9 @@ def prepare_and_show(
     run = prepare_run(job, name=run_name(config), nproc=nproc, command=resume_line)
     console = Console(soft_wrap=True)
     preview = run.preview
-    print_plan(console, preview.plan, preview.job, preview.units, f"{preview.devices.world} ranks: {preview.devices.why}")
+    print_plan(
+        console, preview.plan, preview.job, preview.units, f"{preview.devices.world} ranks: {preview.devices.why}"
+    )
     for line in run.data_lines:
         console.print(line, highlight=False)
     console.print(f"{run.info.total_steps} steps; run folder: {run.folder.path}", highlight=False)

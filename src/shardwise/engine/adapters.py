@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.engine.compat import local_slices
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
-_LINEAR = (nn.Linear,)
+
+def _is_linear(module: nn.Module) -> bool:
+    """Plain linear layers only: a subclass with its own forward (a router) may return something else than a tensor."""
+    return type(module) in (nn.Linear, Conv1D)
 
 
 def linear_suffixes(model: nn.Module) -> list[str]:
-    """Return the last name parts of the model's linear layers, the head excepted, sorted."""
+    """Return the last name parts of the model's plain linear layers, the head excepted, sorted.
+
+    Experts stored as one tensor and routers are not among them.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and module is not head
-    }
-    return sorted(found)
+    plain: set[str] = set()
+    other: set[str] = set()
+    for name, module in model.named_modules():
+        if module is not head and isinstance(module, nn.Linear | Conv1D):
+            (plain if _is_linear(module) else other).add(name.rpartition(".")[2])
+    return sorted(plain - other)
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    names = [name for name, module in model.named_modules() if _is_linear(module)]
     known = linear_suffixes(model)
     problems = [
         Problem(
@@ -52,10 +60,11 @@ def add_adapters(model: nn.Module, job: Job) -> nn.Module:
     rank and never be reduced.
 
     Raises:
-        BadInput: when a target matches no linear layer.
+        BadInput: when a target matches no linear layer, or PEFT does not support it on this model.
     """
-    targets: str | list[str] = "all-linear"
-    if job.lora_targets != "all_linear":
+    if job.lora_targets == "all_linear":
+        targets = linear_suffixes(model)
+    else:
         _check_targets(model, job.lora_targets)
         targets = list(job.lora_targets)
     config = LoraConfig(
@@ -64,8 +73,16 @@ def add_adapters(model: nn.Module, job: Job) -> nn.Module:
         lora_alpha=lora_alpha(job),
         lora_dropout=job.lora_dropout,
         target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    return get_peft_model(model, config, low_cpu_mem_usage=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers, nothing a user can mend
+            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        reason = f"PEFT refuses these adapters: {str(error).strip().splitlines()[0]}"
+        raise BadInput(Problem(field="lora_targets", value=targets, reason=reason)) from error
+    return adapted
 
 
 def lora_alpha(job: Job) -> int | float:

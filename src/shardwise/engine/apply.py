@@ -33,7 +33,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
         )
     # The root keeps torch's default for reshard_after_forward: only then is its useless second gather left out.
     root = fully_shard(model, mesh=mesh, mp_policy=root_policy(plan.dtypes))
-    for unit in units(root):
+    for unit in units(model):
         sum_gradients(unit)
     return root
 

@@ -18,6 +18,7 @@ from shardwise.engine.readback import check_live_model
 from shardwise.engine.source import Source, build_on_meta
 from shardwise.engine.weights import ReadPlan, load_weights, plan_reads
 from shardwise.spec.job import Dtype, Job
+from shardwise.spec.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def build_skeleton(job: Job, config: Any, stored: Dtype, source: Source | None) 
     return Skeleton(model=model, plain_model=plain, reads=reads)
 
 
-def load_model(job: Job, plan: Any, source: Source, mesh: DeviceMesh) -> nn.Module:
+def load_model(job: Job, plan: Plan, source: Source, mesh: DeviceMesh) -> nn.Module:
     """Return the sharded model with its weights; each rank holds its own shards only.
 
     Raises:

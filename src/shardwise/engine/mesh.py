@@ -14,6 +14,4 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """
     if plan.mesh.replicate == 1:
         return init_device_mesh(device_type, (plan.mesh.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        device_type, (plan.mesh.replicate, plan.mesh.shard), mesh_dim_names=("replicate", "shard")
-    )
+    return init_device_mesh(device_type, (plan.mesh.replicate, plan.mesh.shard), mesh_dim_names=("replicate", "shard"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_ADAPTED = re.compile(r"(\.base_layer)+\.")
 
 
 def unwrapped_name(name: str) -> str:
@@ -14,4 +17,4 @@ def unwrapped_name(name: str) -> str:
 
 def base_name(name: str) -> str:
     """Return the name that the weight has in the model before PEFT and wrappers touched it."""
-    return unwrapped_name(name).removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return _ADAPTED.sub(".", unwrapped_name(name).removeprefix("base_model.model."))

@@ -55,7 +55,7 @@ def _check_units(model: nn.Module, plan: Plan) -> list[str]:
         if facts is None:
             differences.append(f"unit {name}: holds no parameter")
             continue
-        is_root = unit is model
+        is_root = id(unit) == id(model)
         wanted: list[tuple[str, object, object]] = [
             ("gradients summed", facts.sums_gradients, True),
             ("param dtype", facts.param_dtype, TORCH_DTYPE[plan.dtypes.param]),
@@ -76,9 +76,11 @@ def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> list[st
             differences.append(f"{name}: not sharded, its gradient would never be reduced")
             continue
         if parameter.device_mesh != mesh or tuple(parameter.placements) != placements:
-            differences.append(f"{name}: placed {parameter.placements} on {parameter.device_mesh}, planned {placements}")
+            differences.append(
+                f"{name}: placed {parameter.placements} on {parameter.device_mesh}, planned {placements}"
+            )
         role = plan.dtypes.trained_storage if parameter.requires_grad else plan.dtypes.frozen_storage
-        wanted = None if role is None else TORCH_DTYPE[role]
+        wanted = None if role is None or role == "checkpoint" else TORCH_DTYPE[role]
         if parameter.dtype != wanted:
             kind = "trained" if parameter.requires_grad else "frozen"
             differences.append(f"{name}: {kind}, stored in {parameter.dtype}, planned {wanted}")

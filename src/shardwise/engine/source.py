@@ -58,7 +58,9 @@ def locate(choice: ModelChoice, *, weights: bool = True) -> Path:
     if choice.path.count("/") != 1 or choice.path.startswith((".", "/", "~")):
         siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         near = difflib.get_close_matches(folder.name, siblings, n=1)
-        fix = f"did you mean {str(folder.parent / near[0])!r}?" if near else "give a folder with config.json, or a hub id"
+        fix = (
+            f"did you mean {str(folder.parent / near[0])!r}?" if near else "give a folder with config.json, or a hub id"
+        )
         raise ModelNotHere(Problem(field="model", value=choice.path, reason="is not a folder", fix=fix))
     return _download(choice, weights)
 
@@ -97,7 +99,9 @@ def read_config(folder: Path) -> Any:
     """
     if not (folder / "config.json").is_file():
         raise BadInput(
-            Problem(field="model", value=str(folder), reason="has no config.json", fix="give a transformers model folder")
+            Problem(
+                field="model", value=str(folder), reason="has no config.json", fix="give a transformers model folder"
+            )
         )
     try:
         return AutoConfig.from_pretrained(folder)
@@ -184,15 +188,21 @@ def open_source(choice: ModelChoice) -> Source:
     return Source(folder=folder, config=config, files=files, dtype=dtype)
 
 
-def build_on_meta(config: Any, *, attention: str, dtype: torch.dtype) -> Any:
+def build_on_meta(config: Any, *, attention: str | None, dtype: torch.dtype) -> Any:
     """Return the causal LM of a configuration without memory behind it, in training mode, cache off.
+
+    Args:
+        config: transformers' configuration.
+        attention: Its attention implementation; None: transformers' choice.
+        dtype: Storage dtype of the weights.
 
     Raises:
         BadInput: no causal LM for this configuration, or the attention implementation is not usable here.
     """
+    asked = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **asked)
     except ImportError as error:
         reason = str(error).strip().splitlines()[0]
         raise BadInput(
@@ -200,8 +210,9 @@ def build_on_meta(config: Any, *, attention: str, dtype: torch.dtype) -> Any:
         ) from error
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
-        field = "model.attention" if "attention" in reason.lower() else "model"
-        raise BadInput(Problem(field=field, value=attention if "." in field else config.model_type, reason=reason)) from error
+        field = "model.attention" if attention is not None and "attention" in reason.lower() else "model"
+        raise BadInput(
+            Problem(field=field, value=attention if "." in field else config.model_type, reason=reason)
+        ) from error
     model.config.use_cache = False
     return model.train()
-

@@ -69,7 +69,7 @@ def plan_reads(model: nn.Module, source: Source) -> ReadPlan:
             Problem(
                 field="model",
                 value=str(source.folder),
-                reason=f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}: {', '.join(missing[:3])}",
+                reason=f"{len(missing)} tensors of {type(model).__name__} are not in it: {', '.join(missing[:3])}",
                 fix="give a complete checkpoint of this architecture",
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput, Problem
@@ -13,7 +14,7 @@ from shardwise.spec.problems import BadInput, Problem
 class Devices:
     """The ranks that a run will have."""
 
-    device_type: str
+    device_type: Literal["cpu", "cuda"]
     """`cuda` or `cpu`."""
     world: int
     """Number of ranks."""
@@ -21,7 +22,7 @@ class Devices:
     """Where the number comes from."""
 
     @property
-    def backend(self) -> str:
+    def backend(self) -> Literal["gloo", "nccl"]:
         """Name of the communication library."""
         return "nccl" if self.device_type == "cuda" else "gloo"
 
@@ -46,7 +47,9 @@ def detect(job: Job, nproc: int | None = None) -> Devices:
             raise BadInput(
                 Problem(field="nproc", value=local or nproc, reason=f"more ranks than this machine's {gpus} GPUs")
             )
-        return Devices(device_type="cuda", world=nproc or gpus, why="as asked" if nproc else "every GPU of this machine")
+        return Devices(
+            device_type="cuda", world=nproc or gpus, why="as asked" if nproc else "every GPU of this machine"
+        )
     if nproc is not None:
         return Devices(device_type="cpu", world=nproc, why="as asked, on CPU")
     if asked_for_cpu:

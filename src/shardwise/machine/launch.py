@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib import import_module
+from typing import Any
 
 from shardwise.report.run_folder import RunFolder, RunInfo
 
@@ -16,13 +18,13 @@ def launch(folder: RunFolder, info: RunInfo) -> int:
 
     SIGINT and SIGTERM are passed on to the ranks, which save a checkpoint within torchrun's grace time.
     """
-    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if info.device_type == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // info.world)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what the ranks say is enough
+    torchrun: Any = import_module("torch.distributed.run")
     arguments = ["--standalone", f"--nproc-per-node={info.world}", "-m", "shardwise.cli.rank", str(folder.path)]
     signalled = False
     try:

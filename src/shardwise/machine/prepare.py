@@ -6,22 +6,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from shardwise.data.prepared import PreparedData, prepare
 from shardwise.engine.load import build_skeleton, frozen_storage
+from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.source import ModelNotHere, Source, locate, open_source, read_config
 from shardwise.engine.unit_table import unit_table
 from shardwise.machine.detect import Devices, detect
 from shardwise.planner.decide import Facts, decide
 from shardwise.report.run_folder import RunFolder, RunInfo, check_same_run, choose_folder
-from shardwise.spec.job import Job
+from shardwise.spec.job import Dtype, Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.units import UnitTable
-from shardwise.state.checkpoint import check_matches, resolve_resume
+from shardwise.state.folders import resolve_resume
+from shardwise.state.live import contents
+from shardwise.state.manifest import read_manifest
 
 DEFAULT_LEARNING_RATE = {True: 2e-4, False: 1e-5}
 """Peak learning rate by `use_lora`, when the job names none."""
@@ -77,12 +80,13 @@ def preview(job: Job, *, nproc: int | None = None) -> Preview:
     return _resolved(job, model, decide(job, facts), devices)
 
 
-def _facts(model: nn.Module, devices: Devices, stored: Any, job: Job) -> Facts:
+def _facts(model: nn.Module, devices: Devices, stored: Dtype | None, job: Job) -> Facts:
     return Facts(
         world=devices.world,
         device_type=devices.device_type,
         parameters=sum(p.numel() for p in model.parameters()),
         frozen_storage=frozen_storage(job, stored) if stored is not None else ("checkpoint" if job.use_lora else None),
+        attention=cast(Any, model).config._attn_implementation,
     )
 
 
@@ -101,6 +105,7 @@ def _preview_without_model(job: Job, devices: Devices) -> Preview:
         device_type=devices.device_type,
         parameters=0,
         frozen_storage=(job.model.dtype or "checkpoint") if job.use_lora else None,
+        attention="sdpa",
     )
     plan = decide(job, facts)
     return Preview(job=_fill(job, plan), plan=plan, units=None, devices=devices)
@@ -145,8 +150,7 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     check_same_run(folder, resolved)
     resume_from = resolve_resume(job.resume, folder.checkpoints)
     if resume_from is not None:
-        trained = {n: tuple(p.shape) for n, p in skeleton.model.named_parameters() if p.requires_grad}
-        check_matches(resume_from, trained)
+        _check_checkpoint(resume_from, skeleton.model, plan)
     info = RunInfo(
         name=name,
         device_type=devices.device_type,
@@ -165,6 +169,22 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
         info=info,
         data_lines=data.summary.lines(),
     )
+
+
+def _check_checkpoint(path: Path, model: nn.Module, plan: Plan) -> None:
+    """Refuse a checkpoint of another model or method before any process starts."""
+    manifest, reason = read_manifest(path)
+    here = contents(model, build_optimizer(model, plan, learning_rate=1.0, weight_decay=0.0))
+    differences = [reason] if manifest is None else manifest.contents.differences(here)
+    if differences:
+        raise BadInput(
+            Problem(
+                field="resume",
+                value=str(path),
+                reason="does not fit this model: " + "; ".join(differences[:3]),
+                fix="resume with the configuration that the checkpoint was made with",
+            )
+        )
 
 
 def _prepare_data(job: Job, source: Source, model: Any) -> PreparedData:

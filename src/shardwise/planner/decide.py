@@ -28,6 +28,8 @@ class Facts:
     """Parameters of the model, adapters included."""
     frozen_storage: Dtype | Literal["checkpoint"] | None
     """Storage dtype of frozen weights; None when nothing is frozen."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"]
+    """Attention implementation that the model has when the job names none."""
 
 
 def decide(job: Job, facts: Facts) -> Plan:
@@ -42,6 +44,8 @@ def decide(job: Job, facts: Facts) -> Plan:
     precision = job.mixed_precision
     replicated = strategy == "NO_SHARD"
     fused = facts.device_type == "cuda" and precision.param_dtype != "fp16"
+    if job.model.attention is None:
+        reasons["attention"] = "transformers' choice for this model"
     reasons["optimizer_implementation"] = "fused kernels on GPUs without loss scaling, foreach elsewhere"
     return Plan(
         strategy=strategy,
@@ -56,7 +60,7 @@ def decide(job: Job, facts: Facts) -> Plan:
             loss_scaling=precision.param_dtype == "fp16",
         ),
         activation_checkpointing=job.activation_checkpointing,
-        attention=job.model.attention,
+        attention=job.model.attention or facts.attention,
         micro_batch=micro_batch,
         accumulation_steps=accumulation,
         optimizer_implementation="fused" if fused else "foreach",

@@ -96,9 +96,7 @@ def start(folder: RunFolder, *, device: torch.device, stop: StopSignal, say: Cal
     torch.manual_seed(job.seed * 100_003 + rank)
     source = open_source(job.model)
     model = load_model(job, plan, source, build_mesh(plan, device.type))
-    optimizer = build_optimizer(
-        model, plan, learning_rate=job.learning_rate or 0.0, weight_decay=job.weight_decay
-    )
+    optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate or 0.0, weight_decay=job.weight_decay)
     pad_id = pad_token_id(source.tokenizer())
     share = {"micro_batch": plan.micro_batch, "rank": rank, "data_ranks": info.world, "pad_id": pad_id}
     held_out_file = folder.data / "held_out.arrow"
@@ -235,9 +233,7 @@ def _record(
         )
     if progress is not None:
         held_out = next(reversed(training.held_out_losses.values()), None)
-        progress.update(
-            training.step, loss=result.loss, tokens_per_s=rate, memory_bytes=memory, held_out_loss=held_out
-        )
+        progress.update(training.step, loss=result.loss, tokens_per_s=rate, memory_bytes=memory, held_out_loss=held_out)
         if result.skipped:
             progress.message(
                 f"step {training.step}: a gradient overflowed in fp16, no update on any rank; "

@@ -22,7 +22,7 @@ class MetricsLog:
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(tensorboard), purge_step=start_step + 1)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(tensorboard), purge_step=start_step + 1)
 
     def write(self, step: int, **values: float | int | bool | str | None) -> None:
         """Record values of one step (counted from 1; 0: before training)."""

@@ -46,9 +46,7 @@ def global_sum(values: Sequence[int | float], device: torch.device) -> list[floa
 
 def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the model's logits [rows, length, vocab] for a batch."""
-    logits: torch.Tensor = model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-    ).logits
+    logits: torch.Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
     return logits
 
 
@@ -79,7 +77,7 @@ def training_step(
     for batch in micro_batches:
         batch = batch.to(device)
         loss = token_loss_sum(logits_of(model, batch), batch.labels) / trained
-        scaler.scale(loss).backward()
+        torch.autograd.backward(scaler.scale(loss))
         local_loss += loss.detach()
     scaling.unscale(scaler, optimizer)
     norm = float(clip_gradients(model.parameters(), max_grad_norm))

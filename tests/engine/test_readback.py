@@ -1,0 +1,114 @@
+"""A live model that is not what the plan says is refused, whatever the difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.training import make_job, make_plan
+from harness.ranks import run_ranks
+from shardwise.engine.apply import units
+from shardwise.engine.blocks import find_blocks
+from shardwise.engine.load import load_model
+from shardwise.engine.mesh import build_mesh
+from shardwise.engine.readback import PlanNotHonoured, check_live_model
+from shardwise.engine.source import open_source
+
+
+def _untouched(model):
+    pass
+
+
+def _late_layer(model):
+    find_blocks(model).modules[0].added = nn.Linear(4, 4)
+
+
+def _other_dtype(model):
+    parameter = next(p for p in model.parameters() if p.requires_grad)
+    parameter.data = parameter.data.bfloat16()
+
+
+def _averaged(model):
+    units(model)[1].set_force_sum_reduction_for_comms(False)
+
+
+def _kept_gathered(model):
+    units(model)[1].set_reshard_after_forward(False)
+
+
+def _other_attention(model):
+    model.config._attn_implementation = "eager"
+
+
+def _cast_rotary(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
+
+
+CHANGES = {
+    _untouched: None,
+    _late_layer: "added.weight: not sharded",
+    _other_dtype: "stored in torch.bfloat16, planned torch.float32",
+    _averaged: "gradients summed is False",
+    _kept_gathered: "reshard_after_forward is False, planned True",
+    _other_attention: "attention is eager, planned sdpa",
+    _cast_rotary: "rotary table",
+}
+
+
+def _check(rank, world, job, change):
+    plan = make_plan(job, world)
+    mesh = build_mesh(plan, "cpu")
+    model = load_model(job, plan, open_source(job.model), mesh)
+    change(model)
+    try:
+        check_live_model(model, plan, mesh)
+    except PlanNotHonoured as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_every_difference_is_named(tiny, change):
+    job = make_job(
+        tiny("llama"),
+        fsdp={"strategy": "FULL_SHARD"},
+        micro_batch=3,
+        mixed_precision={"param_dtype": "fp32", "buffer_dtype": "fp32"},
+    )
+    found = run_ranks(_check, 2, job, change)[0]
+    if CHANGES[change] is None:
+        assert found is None
+    else:
+        assert CHANGES[change] in found
+
+
+def _against_other_plan(rank, world, job, update):
+    plan = make_plan(job, world)
+    mesh = build_mesh(plan, "cpu")
+    model = load_model(job, plan, open_source(job.model), mesh)
+    other = plan.model_copy(update=update)
+    with pytest.raises(PlanNotHonoured) as caught:
+        check_live_model(model, other, mesh)
+    return len(caught.value.differences)
+
+
+@pytest.mark.parametrize(
+    ("update", "differences"),
+    [
+        ({"reshard_after_forward": False}, 3),
+        ({"activation_checkpointing": "every_2"}, 2),
+        ({"attention": "eager"}, 1),
+    ],
+)
+def test_a_plan_that_was_not_applied_is_refused(tiny, update, differences):
+    job = make_job(tiny("llama"), fsdp={"strategy": "FULL_SHARD"}, micro_batch=3)
+    assert run_ranks(_against_other_plan, 2, job, update) == [differences, differences]
+
+
+def test_policies_of_every_unit_are_compared(tiny):
+    job = make_job(tiny("llama"), fsdp={"strategy": "FULL_SHARD"}, micro_batch=3)
+    dtypes = make_plan(job, 2).dtypes.model_copy(update={"param": "bf16", "output": "bf16"})
+    # four units gather in another dtype, and the root puts out another one
+    assert run_ranks(_against_other_plan, 2, job, {"dtypes": dtypes}) == [5, 5]
+    assert torch.float32 == torch.get_default_dtype()
