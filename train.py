@@ -2,7 +2,7 @@
 
 import sys
 
-from shardwise.cli.rank import main_from_config
+from shardwise.cli.rank import leave, main_from_config
 
 if __name__ == "__main__":
-    sys.exit(main_from_config(sys.argv[1:]))
+    leave(main_from_config(sys.argv[1:]))

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -147,5 +147,12 @@ def _train(folder: RunFolder, info: RunInfo, stop: StopSignal) -> int:
     return finish(training, outcome)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process with its exit code, whatever torchrun sends it meanwhile because another rank left first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main_from_folder(sys.argv[1:]))
+    leave(main_from_folder(sys.argv[1:]))

@@ -13,6 +13,13 @@ EXIT_BY_STATE = {"finished": 0, "stopped": 3}
 """Exit code of `shardwise train` for each state that the ranks left behind; any other is 4: the run failed."""
 
 
+def _silence_elastic() -> None:
+    """What the ranks say is enough; torchrun's own table of failures would bury it."""
+    for name in list(logging.Logger.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def launch(folder: RunFolder, info: RunInfo) -> int:
     """Run torchrun in this process until every rank has ended; returns the exit code for the user.
 
@@ -23,8 +30,8 @@ def launch(folder: RunFolder, info: RunInfo) -> int:
 
     if info.device_type == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // info.world)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what the ranks say is enough
     torchrun: Any = import_module("torch.distributed.run")
+    _silence_elastic()
     arguments = ["--standalone", f"--nproc-per-node={info.world}", "-m", "shardwise.cli.rank", str(folder.path)]
     signalled = False
     try:
