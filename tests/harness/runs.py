@@ -20,8 +20,8 @@ def write_rows(path: Path, rows: int = 7) -> Path:
     """Question and answer rows of uneven length."""
     with path.open("w") as file:
         for i in range(rows):
-            file.write(json.dumps({"instruction": f"what is {i}?", "output": "the answer is " + "so " * (i % 5) + str(i)}))
-            file.write("\n")
+            answer = "the answer is " + "so " * (i % 5) + str(i)
+            file.write(json.dumps({"instruction": f"what is {i}?", "output": answer}) + "\n")
     return path
 
 

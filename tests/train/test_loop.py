@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+
 from harness.ranks import run_ranks
 from harness.runs import make_run, metrics, train, write_rows
-
 from shardwise.spec.problems import BadInput
 
 
@@ -88,7 +88,7 @@ def test_any_number_of_rows_gives_equal_steps_on_all_ranks(tiny, tmp_path, rows)
 
 def test_another_job_may_not_use_the_folder(tiny, tmp_path):
     run_ranks(train, 2, make_run(tmp_path, tiny("llama"), steps=1))
-    with pytest.raises(BadInput, match="already holds this run.*--resume auto"):
+    with pytest.raises(BadInput, match=r"already holds this run.*--resume auto"):
         make_run(tmp_path, tiny("llama"), steps=1)
     with pytest.raises(BadInput, match="holds another run: lora_rank was 3, now 4"):
         make_run(tmp_path, tiny("llama"), steps=1, lora_rank=4, resume="auto")

@@ -20,9 +20,11 @@ PositiveInt = Annotated[int, Field(gt=0)]
 
 
 class Strict(BaseModel):
-    """Base of every configuration model: unknown keys refused, no coercion between types, immutable."""
+    """Base of every configuration model: unknown keys refused, no coercion between types, finite numbers, immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelChoice(Strict):
@@ -32,8 +34,8 @@ class ModelChoice(Strict):
     """Folder with `config.json` and safetensors, or a hub id (`org/name`)."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None
+    """Attention implementation of transformers; default: its own choice for the model, sdpa where there is one."""
     dtype: Dtype | None = None
     """Storage dtype of frozen weights; default: the checkpoint's own. What trains is stored in fp32 always."""
 
@@ -110,7 +112,8 @@ class Job(Strict):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout before each adapter."""
     lora_targets: Literal["all_linear"] | Annotated[list[str], Field(min_length=1)] = "all_linear"
-    """Suffixes of module names that get an adapter, or `all_linear`: every linear layer but the head."""
+    """Suffixes of module names that get an adapter, or `all_linear`: every linear layer but the head
+    (experts stored as one tensor and routers get none)."""
 
     seq_len: Annotated[int, Field(ge=2)] = 2048
     """Longest row in tokens; longer rows are cut, and counted."""

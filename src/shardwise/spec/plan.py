@@ -59,7 +59,7 @@ class Plan(Strict):
     activation_checkpointing: str
     """`none`, `full` or `every_<k>`."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
-    """Attention implementation asked of the model."""
+    """Attention implementation of the model."""
     micro_batch: int = Field(ge=1)
     """Rows per rank per forward."""
     accumulation_steps: int = Field(ge=1)
@@ -72,7 +72,7 @@ class Plan(Strict):
     """PyTorch's implementation of it: fused kernels on GPUs, foreach on CPUs."""
     loss_head: Literal["eager"] = "eager"
     """The loss is computed from the whole logits of a micro-batch."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, str] = Field(default_factory=dict)
     """Field -> why it has this value, for fields that the user did not fix."""
 
     @property

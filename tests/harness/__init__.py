@@ -1,0 +1,1 @@
+"""Helpers of the tests: forked ranks and tiny models."""
