@@ -40,5 +40,7 @@ def prepare_and_show(
     )
     for line in run.data_lines:
         console.print(line, highlight=False)
+    for warning in preview.warnings():
+        console.print(warning, highlight=False)
     console.print(f"{run.info.total_steps} steps; run folder: {run.folder.path}", highlight=False)
     return run

@@ -43,6 +43,12 @@ class Preview:
     devices: Devices
     """The ranks."""
 
+    def warnings(self) -> list[str]:
+        """What will work and disappoint."""
+        if self.devices.device_type == "cpu" and self.plan.dtypes.param == "fp16":
+            return ["warning: on CPUs fp16 matrix products are about 40 times slower than fp32; use fp32 or bf16 here"]
+        return []
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
@@ -145,6 +151,8 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     plan = decide(job, _facts(skeleton.model, devices, source.dtype, job))
     data = _prepare_data(job, source, skeleton.plain_model)
     seen = _resolved(job, skeleton.model, plan, devices)
+    total_steps = _total_steps(seen.job, data)
+    _check_together(seen.job, data, total_steps)
     folder = choose_folder(job, name)
     resolved = seen.job.model_copy(update={"output": str(folder.path)})
     check_same_run(folder, resolved)
@@ -156,7 +164,7 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
         device_type=devices.device_type,
         backend=devices.backend,
         world=devices.world,
-        total_steps=_total_steps(resolved, data),
+        total_steps=total_steps,
         resume_from=None if resume_from is None else str(resume_from),
         resume_command=command(resolved),
     )
@@ -209,6 +217,26 @@ def _total_steps(job: Job, data: PreparedData) -> int:
     assert job.global_batch is not None
     steps_per_epoch = math.ceil(len(data.train) / job.global_batch)
     return max(1, math.ceil(job.epochs * steps_per_epoch))
+
+
+def _check_together(job: Job, data: PreparedData, total_steps: int) -> None:
+    """Refuse settings that the data leaves without effect."""
+    problems = []
+    if job.log.evaluate_every and data.held_out is None:
+        problems.append(
+            Problem(
+                field="log.evaluate_every",
+                value=job.log.evaluate_every,
+                reason="has no effect: no rows are held out",
+                fix="set data.held_out to a fraction or a file",
+            )
+        )
+    if job.warmup_steps > total_steps:
+        problems.append(
+            Problem(field="warmup_steps", value=job.warmup_steps, reason=f"is more than the run's {total_steps} steps")
+        )
+    if problems:
+        raise BadInput(problems)
 
 
 def run_name(config: Path) -> str:

@@ -91,21 +91,15 @@ def _batch(job: Job, world: int, reasons: dict[str, str]) -> tuple[int, int]:
         global_batch = ROWS_PER_RANK * world
         if job.micro_batch is not None and ROWS_PER_RANK % job.micro_batch:
             global_batch = job.micro_batch * world
-        reasons["global_batch"] = f"default: {global_batch // world} rows per rank"
-    if global_batch % world:
-        raise BadInput(_does_not_divide("global_batch", global_batch, f"{world} ranks", world))
+        reasons["global_batch"] = f"global batch by default: {global_batch // world} rows per rank"
     micro_batch = job.micro_batch
     if micro_batch is None:
         micro_batch = 1
-        reasons["micro_batch"] = "default: the least memory; raise it when memory allows"
-    rows = global_batch // world
-    if rows % micro_batch:
-        what = f"{world} ranks x micro_batch {micro_batch}"
-        raise BadInput(_does_not_divide("global_batch", global_batch, what, world * micro_batch))
-    return micro_batch, rows // micro_batch
-
-
-def _does_not_divide(field: str, value: int, what: str, unit: int) -> Problem:
-    below, above = value // unit * unit, (value // unit + 1) * unit
-    near = " or ".join(str(size) for size in (below, above) if size > 0)
-    return Problem(field=field, value=value, reason=f"is not a multiple of {what} = {unit}", fix=f"use {near}")
+        reasons["micro_batch"] = "micro batch by default: 1 row, the least memory; raise it when memory allows"
+    unit = world * micro_batch
+    if global_batch % unit:
+        below, above = global_batch // unit * unit, (global_batch // unit + 1) * unit
+        near = " or ".join(str(size) for size in (below, above) if size > 0)
+        reason = f"is not a multiple of {world} ranks x micro_batch {micro_batch} = {unit}"
+        raise BadInput(Problem(field="global_batch", value=global_batch, reason=reason, fix=f"use {near}"))
+    return micro_batch, global_batch // unit
