@@ -18,7 +18,7 @@ from shardwise.report.terminal import problems_text
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.train.signals import StopSignal
 
-FINISHED, BAD_INPUT, STOPPED, FAILED = 0, 2, 3, 4
+FINISHED, UNVERIFIED, BAD_INPUT, STOPPED, FAILED = 0, 1, 2, 3, 4
 
 
 def main_from_folder(arguments: list[str]) -> int:
@@ -68,10 +68,14 @@ def _report_failure(folder: RunFolder | None, error: Exception) -> int:
     return FAILED
 
 
+def _device(device_type: str) -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+
+
 def _connect(device_type: str, backend: str) -> torch.device:
     """Join the process group; returns this rank's device."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    device = _device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=device if device.type == "cuda" else None)
@@ -114,20 +118,18 @@ def _prepare(arguments: list[str], world: int) -> str | BadInput:
 
 
 def _train(folder: RunFolder, info: RunInfo, stop: StopSignal) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
     from shardwise.report.progress import Progress
     from shardwise.train.finish import finish
     from shardwise.train.loop import run, start
     from shardwise.train.metrics import memory_name
 
-    device = (
-        _connect(info.device_type, info.backend)
-        if not dist.is_initialized()
-        else torch.device("cuda", torch.cuda.current_device())
-        if info.device_type == "cuda"
-        else torch.device("cpu")
-    )
+    disable_progress_bar()  # rank 0 shows the run's own
+    device = _device(info.device_type) if dist.is_initialized() else _connect(info.device_type, info.backend)
     first = dist.get_rank() == 0
-    training = start(folder, device=device, stop=stop, say=print if first else lambda text: None)
+    say = _print if first else _ignore
+    training = start(folder, device=device, stop=stop, say=say)
     if first:
         with Progress(total=info.total_steps, start=training.step, memory_name=memory_name(device)) as progress:
             outcome = run(training, progress=progress)
@@ -136,15 +138,24 @@ def _train(folder: RunFolder, info: RunInfo, stop: StopSignal) -> int:
     if outcome.state == "stopped":
         if first:
             folder.set_status("stopped", outcome.step)
-            print(
-                f"stopped at step {outcome.step} of {info.total_steps}, saved as {outcome.checkpoint}; "
-                f"resume with: {info.resume_command}",
-                flush=True,
-            )
-        dist.barrier()  # torchrun ends the others as soon as one rank leaves with an exit code
-        dist.destroy_process_group()
-        return STOPPED
-    return finish(training, outcome)
+        say(
+            f"stopped at step {outcome.step} of {info.total_steps}, saved as {outcome.checkpoint}; "
+            f"resume with: {info.resume_command}"
+        )
+        code = STOPPED
+    else:
+        code = FINISHED if finish(training, outcome, say) else UNVERIFIED
+    dist.barrier()  # torchrun ends the others as soon as one rank leaves with an exit code
+    dist.destroy_process_group()
+    return code
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 def leave(code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.report.run_folder import RunFolder, RunInfo
 
-EXIT_BY_STATE = {"finished": 0, "stopped": 3}
+EXIT_BY_STATE = {"finished": 0, "unverified": 1, "stopped": 3}
 """Exit code of `shardwise train` for each state that the ranks left behind; any other is 4: the run failed."""
 
 

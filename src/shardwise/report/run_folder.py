@@ -17,7 +17,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.units import UnitTable
 
-State = Literal["prepared", "running", "stopped", "finished", "failed"]
+State = Literal["prepared", "running", "stopped", "finished", "unverified", "failed"]
 
 MAY_CHANGE = ("resume", "log", "checkpoint", "sample", "output")
 """Fields in which a resumed job may differ from the run that it continues."""
