@@ -58,3 +58,21 @@ def test_two_ranks_equal_one_process(tiny, strategy, lora, checkpointing, accumu
     assert max(live.norms) > job.max_grad_norm, "clipping was never active"
 
     _assert_close(live, whole_batch(_plain(job)), 1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_other_worlds_agree_with_the_whole_batch(tiny, strategy, lora, world):
+    """Three ranks over vocabulary 101 and odd ranks of adapters: shards of unequal size, some empty."""
+    job = _job(tiny, strategy, lora, "every_2", 2, tied=True, world=world)
+    results = run_ranks(train_on_rank, world, job)
+    for live in results:
+        _assert_close(live, whole_batch(_plain(job)), 1e-5)
+
+
+def test_four_ranks_agree_with_the_whole_batch(tiny):
+    job = make_job(tiny("qwen2"), fsdp={"strategy": "FULL_SHARD"}, global_batch=8, micro_batch=1)
+    whole = train_alone(job.model_copy(update={"micro_batch": 8}), 1, 1, None)
+    for live in run_ranks(train_on_rank, 4, job):
+        _assert_close(live, whole, 1e-5)

@@ -193,11 +193,12 @@ def train_alone(job: Job, ranks: int, accumulation: int, norms: list[float] | No
 
 
 def _layout(job: Job, rank: int, ranks: int, accumulation: int) -> TrainBatches:
+    batch = job.global_batch
     return TrainBatches(
         make_rows(),
         seed=3,
-        global_batch=GLOBAL_BATCH,
-        micro_batch=GLOBAL_BATCH // ranks // accumulation,
+        global_batch=batch,
+        micro_batch=batch // ranks // accumulation,
         rank=rank,
         data_ranks=ranks,
         pad_id=1,

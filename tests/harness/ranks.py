@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -149,6 +150,7 @@ def _child(
     rank: int, world: int, folder: Path, pipe: connection.Connection, body: Callable[[], Any], timeout: float
 ) -> None:
     """Run in the forked process; never returns."""
+    gc.freeze()  # the collector would copy the parent's pages just by looking at them
     try:
         with open(folder / f"stack-{rank}", "w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack)

@@ -44,7 +44,10 @@ def _guarded(folder: RunFolder | None, body: Callable[[], int]) -> int:
     try:
         return body()
     except BadInput as error:
-        if int(os.environ["RANK"]) == 0:
+        if folder is not None:
+            print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+            folder.set_status("failed", 0, str(error))
+        elif int(os.environ["RANK"]) == 0:
             print(problems_text(error), file=sys.stderr, flush=True)
         return BAD_INPUT
     except Exception as error:  # noqa: BLE001 - the last frame of the process: everything must become an exit code

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.engine.compat import local_slices
+from shardwise.engine.names import unwrapped_name
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
@@ -110,7 +111,7 @@ def init_adapters(model: nn.Module, seed: int) -> int:
         elif ".lora_A." in name:
             bound = math.sqrt(3.0) * math.sqrt(2.0 / (1 + 5)) / math.sqrt(parameter.shape[1])
             whole = torch.empty(parameter.shape, dtype=torch.float32)
-            whole.uniform_(-bound, bound, generator=_generator(seed, name.replace("_checkpoint_wrapped_module.", "")))
+            whole.uniform_(-bound, bound, generator=_generator(seed, unwrapped_name(name)))
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.copy_(whole[local_slices(parameter)])
         else:

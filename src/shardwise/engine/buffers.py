@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.compat import init_module_buffers
+from shardwise.engine.names import unwrapped_name
 from shardwise.spec.problems import BadInput, Problem
 
 
@@ -36,13 +37,13 @@ def fill_buffers(model: nn.Module, plain_model: nn.Module) -> int:
     Raises:
         BadInput: a buffer that transformers does not know how to fill.
     """
-    persistent = set(model.state_dict())
+    persistent = {unwrapped_name(name) for name in model.state_dict()}
     owners = []
     for module_name, module in model.named_modules():
         names = [
             name
             for name, _ in module.named_buffers(recurse=False)
-            if f"{module_name}.{name}".replace("_checkpoint_wrapped_module.", "").lstrip(".") not in persistent
+            if unwrapped_name(f"{module_name}.{name}").lstrip(".") not in persistent
         ]
         if names:
             owners.append((module_name, module, names))

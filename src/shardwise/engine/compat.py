@@ -119,6 +119,11 @@ def init_module_buffers(model: nn.Module, module: nn.Module) -> None:
     initialise(module)
 
 
+def attention_of(model: nn.Module) -> Any:
+    """Return the name of the attention implementation that a transformers model (or a PEFT model of one) uses."""
+    return cast(Any, model).config._attn_implementation
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightRead:
     """Checkpoint tensors that together give one or more tensors of the model."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.engine.apply import units
 from shardwise.engine.blocks import find_blocks
 from shardwise.engine.checkpointing import is_checkpointed
-from shardwise.engine.compat import CheckpointWrapper, unit_facts
+from shardwise.engine.compat import CheckpointWrapper, attention_of, unit_facts
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.engine.precision import is_rotary
 from shardwise.spec.plan import Plan
@@ -96,7 +94,7 @@ def _check_checkpointing(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _check_attention(model: nn.Module, plan: Plan) -> list[str]:
-    live = cast(Any, model).config._attn_implementation
+    live = attention_of(model)
     return [] if live == plan.attention else [f"attention is {live}, planned {plan.attention}"]
 
 

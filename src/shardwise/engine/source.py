@@ -165,12 +165,30 @@ def _stored_dtype(folder: Path, files: dict[str, Path]) -> Dtype:
 
 
 def open_source(choice: ModelChoice) -> Source:
-    """Find a model, read its configuration and list its weights (no weight is read yet).
+    """Find a model (downloading it when it is a hub id), read its configuration and list its weights.
 
     Raises:
         BadInput: the model is not here or not usable.
     """
-    folder = locate(choice)
+    return open_folder(locate(choice))
+
+
+def declared_dtype(config: Any) -> Dtype:
+    """Return the dtype that a configuration declares for its weights; fp32, transformers' default, when none."""
+    return DTYPE_NAME.get(config.dtype, "fp32")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds weight files, whole or not."""
+    return any(folder.glob("*.safetensors*"))
+
+
+def open_folder(folder: Path) -> Source:
+    """Read a model folder's configuration and list its weights (no weight is read yet).
+
+    Raises:
+        BadInput: the folder is not a usable model.
+    """
     config = read_config(folder)
     try:
         files = _weight_files(folder)

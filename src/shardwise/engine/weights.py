@@ -73,7 +73,32 @@ def plan_reads(model: nn.Module, source: Source) -> ReadPlan:
                 fix="give a complete checkpoint of this architecture",
             )
         )
+    _check_shapes(model, reads, source)
     return ReadPlan(reads=reads, unused=unused, plain_model=model)
+
+
+def _check_shapes(model: nn.Module, reads: list[WeightRead], source: Source) -> None:
+    """Compare the shapes in the files' headers with the model's."""
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    problems = []
+    with _Files(source) as files:
+        for read in reads:
+            if read.converter is not None:
+                continue
+            given = files.slice(read.sources[0][0]).get_shape()
+            if given != shapes[read.first_target]:
+                problems.append(_other_shape(read.first_target, given, shapes[read.first_target]))
+    if problems:
+        raise BadInput(problems[:3])
+
+
+def _other_shape(name: str, given: list[int], wanted: list[int]) -> Problem:
+    return Problem(
+        field="model",
+        value=name,
+        reason=f"has shape {given} in the checkpoint and {wanted} in the model",
+        fix="config.json and the weights belong to different models",
+    )
 
 
 @torch.no_grad()
@@ -111,14 +136,7 @@ def load_weights(model: nn.Module, plan: ReadPlan, source: Source) -> None:
 def _copy(target: torch.Tensor, name: str, given: Any) -> None:
     shape = list(given.get_shape() if hasattr(given, "get_shape") else given.shape)
     if shape != list(target.shape):
-        raise BadInput(
-            Problem(
-                field="model",
-                value=name,
-                reason=f"has shape {shape} in the checkpoint and {list(target.shape)} in the model",
-                fix="config.json and the weights belong to different models",
-            )
-        )
+        raise BadInput(_other_shape(name, shape, list(target.shape)))
     local = target.to_local() if hasattr(target, "to_local") else target
     if local.numel() > 0:
         local.copy_(given[local_slices(target)] if shape else (given[:] if hasattr(given, "get_shape") else given))

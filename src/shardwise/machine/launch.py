@@ -40,8 +40,13 @@ def launch(folder: RunFolder, info: RunInfo) -> int:
         signalled = True
     except ChildFailedError:
         pass
-    state = folder.read_status()["state"]
+    status = folder.read_status()
+    state = status["state"]
     if state == "prepared" and signalled:
         print("stopped before the first step; nothing was trained and nothing needs to be resumed", flush=True)
         return 3
+    if state not in (*EXIT_BY_STATE, "failed"):
+        print(
+            f"the ranks ended at step {status['step']} without a word; resume with: {info.resume_command}", flush=True
+        )
     return EXIT_BY_STATE.get(state, 4)

@@ -6,14 +6,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from shardwise.data.prepared import PreparedData, prepare
-from shardwise.engine.load import build_skeleton, frozen_storage
+from shardwise.engine.compat import attention_of
+from shardwise.engine.load import Skeleton, build_skeleton, frozen_storage
 from shardwise.engine.optimizer import build_optimizer
-from shardwise.engine.source import ModelNotHere, Source, locate, open_source, read_config
+from shardwise.engine.source import (
+    ModelNotHere,
+    Source,
+    declared_dtype,
+    has_weights,
+    locate,
+    open_folder,
+    open_source,
+    read_config,
+)
 from shardwise.engine.unit_table import unit_table
 from shardwise.machine.detect import Devices, detect
 from shardwise.planner.decide import Facts, decide
@@ -75,24 +85,20 @@ def preview(job: Job, *, nproc: int | None = None) -> Preview:
         folder = locate(job.model, weights=False)
     except ModelNotHere:
         return _preview_without_model(job, devices)
-    config = read_config(folder)
-    try:
-        source = open_source(job.model)
-    except BadInput:
-        source = None
-    stored = source.dtype if source is not None else "fp32"
-    model = build_skeleton(job, config, stored, source).model
-    facts = _facts(model, devices, None if source is None and job.model.dtype is None else stored, job)
-    return _resolved(job, model, decide(job, facts), devices)
+    source = open_folder(folder) if has_weights(folder) else None
+    config = read_config(folder) if source is None else source.config
+    stored = declared_dtype(config) if source is None else source.dtype
+    skeleton = build_skeleton(job, config, stored, source)
+    return _resolved(job, skeleton.model, decide(job, _facts(skeleton, devices, stored, job)), devices)
 
 
-def _facts(model: nn.Module, devices: Devices, stored: Dtype | None, job: Job) -> Facts:
+def _facts(skeleton: Skeleton, devices: Devices, stored: Dtype, job: Job) -> Facts:
     return Facts(
         world=devices.world,
         device_type=devices.device_type,
-        parameters=sum(p.numel() for p in model.parameters()),
-        frozen_storage=frozen_storage(job, stored) if stored is not None else ("checkpoint" if job.use_lora else None),
-        attention=cast(Any, model).config._attn_implementation,
+        parameters=sum(p.numel() for p in skeleton.model.parameters()),
+        frozen_storage=frozen_storage(job, stored),
+        attention=attention_of(skeleton.plain_model),
     )
 
 
@@ -148,7 +154,7 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     devices = detect(job, nproc)
     source = open_source(job.model)
     skeleton = build_skeleton(job, source.config, source.dtype, source)
-    plan = decide(job, _facts(skeleton.model, devices, source.dtype, job))
+    plan = decide(job, _facts(skeleton, devices, source.dtype, job))
     data = _prepare_data(job, source, skeleton.plain_model)
     seen = _resolved(job, skeleton.model, plan, devices)
     total_steps = _total_steps(seen.job, data)

@@ -42,6 +42,10 @@ class BadInput(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[BadInput], tuple[tuple[Problem, ...]]]:
+        """Keep the problems when one rank sends this to the others."""
+        return type(self), (self.problems,)
+
 
 def did_you_mean(given: str, choices: Iterable[str]) -> str:
     """Return "did you mean 'x'?" for the nearest of `choices`, or "" when none is near."""

@@ -51,6 +51,12 @@ def field_problem(field: str, written: str, value: object, line: int | None) -> 
     return Problem(field=written, value=value, reason=reason, allowed=allowed, fix=fix, line=line)
 
 
+def accepted_text(field: str) -> str:
+    """Return what `field` accepts, for documents."""
+    choices, phrases, _ = _accepted(FIELDS[field])
+    return _PATTERNED.get(field) or ", or ".join([*phrases, *([", ".join(choices)] if choices else [])])
+
+
 def nullable(field: str) -> bool:
     """Tell whether null is a value of `field`."""
     return type(None) in get_args(FIELDS[field].annotation)

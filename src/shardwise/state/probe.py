@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationConfig
 
 from shardwise.state import together
 from shardwise.state.live import reshard
@@ -42,8 +43,8 @@ def probe_logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 def generate_answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int = 64) -> str:
     """Return the model's greedy reply to a question, asked with the tokenizer's chat template when it has one.
 
-    Every next token is the likeliest one; sampling settings and penalties of the model's `generation_config` do not
-    count. On a sharded model every rank calls it. (`generate` cannot be used there: PEFT's goes past the root unit.)
+    Sampling settings and penalties of the model's `generation_config` do not count. On a sharded model every rank calls
+    it, and it is slow: nothing is cached between tokens.
     """
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": question}]
@@ -53,25 +54,42 @@ def generate_answer(model: Any, tokenizer: Any, question: str, max_new_tokens: i
     else:
         asked = tokenizer(question, return_tensors="pt")
     tokens = asked["input_ids"].to(next(model.parameters()).device)
-    ends = _end_tokens(model, tokenizer)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    reply: list[int] = []
-    cache = None
     with _evaluating(model):
-        while len(reply) < max_new_tokens:
-            output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-            token = int(output.logits[0, -1].argmax())
-            # Ranks must stop at the same token, whatever the last bits of their logits are.
-            reply.append(together.gather(token)[0] if sharded else token)
-            if reply[-1] in ends:
-                break
-            cache = output.past_key_values
-            tokens = tokens.new_tensor([reply[-1:]])
-    text: str = tokenizer.decode(reply, skip_special_tokens=True)
-    return text.strip()
+        continued = (_greedy if sharded else _generate)(model, tokens, _end_tokens(model, tokenizer), max_new_tokens)
+    reply: str = tokenizer.decode(continued[0, tokens.shape[1] :], skip_special_tokens=True)
+    return reply.strip()
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
+def _greedy(model: Any, tokens: torch.Tensor, ends: list[int], max_new_tokens: int) -> torch.Tensor:
+    """`generate` for sharded models; PEFT's own goes past the root unit, whose weights then stay shards."""
+    for _ in range(max_new_tokens):
+        token = int(model(input_ids=tokens, use_cache=False).logits[0, -1].argmax())
+        # Ranks must stop at the same token, whatever the last bits of their logits are.
+        token = together.gather(token)[0]
+        tokens = torch.cat([tokens, tokens.new_tensor([[token]])], dim=1)
+        if token in ends:
+            break
+    return tokens
+
+
+def _generate(model: Any, tokens: torch.Tensor, ends: list[int], max_new_tokens: int) -> torch.Tensor:
+    plainly = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    continued: torch.Tensor = model.generate(
+        input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=plainly
+    )
+    return continued
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = model.generation_config.eos_token_id
     ends = configured if isinstance(configured, list) else [configured]
-    return {end for end in [*ends, tokenizer.eos_token_id] if end is not None}
+    return sorted({end for end in [*ends, tokenizer.eos_token_id] if end is not None})

@@ -33,7 +33,7 @@ from shardwise.state.export import Exported
 from shardwise.state.probe import generate_answer, probe_logits
 
 _TOLERANCE: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
-"""Largest accepted difference of logits in units of max(1, largest logit), by the coarsest dtype on the way."""
+"""Largest accepted difference of logits as a share of the largest logit, by the coarsest dtype on the way."""
 
 _SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -65,12 +65,15 @@ class Verification:
 def tolerance_for(exported: Exported, computed: Dtype, logits: torch.Tensor) -> float:
     """Return the largest accepted difference between the live model's logits and the export's.
 
-    1e-4 in fp32, 1e-2 in fp16, 5e-2 in bf16, times the largest logit when that is above 1. The coarser counts of the
-    dtype that was computed in and, for a merged model, the dtype it was rounded to. (The files hold what was gathered,
-    bit for bit, or the export would have failed: this bound covers rounding on the way and other kernels.)
+    1e-2 of the largest logit in fp16, 5e-2 in bf16; 1e-4 in fp32, times the largest logit when that is above 1. The
+    coarser counts of the dtype that was computed in and, for a merged model, the dtype it was rounded to. (The files
+    hold what was gathered, bit for bit, or the export would have failed: this bound covers rounding on the way and
+    other kernels.)
     """
     dtypes = [computed] if _is_adapter(exported.path) else [computed, DTYPE_NAME[exported.dtype]]
-    return max(_TOLERANCE[dtype] for dtype in dtypes) * max(1.0, float(logits.abs().max()))
+    coarsest = max(dtypes, key=lambda dtype: _TOLERANCE[dtype])
+    largest = float(logits.abs().max())
+    return _TOLERANCE[coarsest] * (max(1.0, largest) if coarsest == "fp32" else largest)
 
 
 def _is_adapter(folder: Path) -> bool:

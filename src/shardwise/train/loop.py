@@ -255,8 +255,8 @@ def save_checkpoint(training: Training) -> Path:
         extra={
             "scaler": training.scaler.state_dict(),
             "held_out_losses": training.held_out_losses,
-            "plan": training.plan.fingerprint(),
         },
+        fingerprint=training.plan.fingerprint(),
         keep=training.job.checkpoint.keep,
     )
 
