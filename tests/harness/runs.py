@@ -25,13 +25,13 @@ def write_rows(path: Path, rows: int = 7) -> Path:
     return path
 
 
-def make_run(folder: Path, checkpoint: Path, *, world: int = 2, **fields: object) -> PreparedRun:
+def make_run(folder: Path, model_folder: Path, *, world: int = 2, **fields: object) -> PreparedRun:
     """Prepare a LoRA run in `folder / "run"`."""
     rows = folder / "rows.jsonl"
     if not rows.exists():
         write_rows(rows)
     given: dict[str, object] = {
-        "model": {"path": str(checkpoint)},
+        "model": {"path": str(model_folder)},
         "data": {"path": str(rows), "held_out": 0.3},
         "output": str(folder / "run"),
         "use_lora": True,
