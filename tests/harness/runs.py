@@ -12,6 +12,7 @@ from shardwise.engine.names import base_name
 from shardwise.machine.prepare import PreparedRun, prepare_run
 from shardwise.spec.job import Job
 from shardwise.state.live import reshard
+from shardwise.train import loop
 from shardwise.train.loop import run, start
 from shardwise.train.signals import StopSignal
 
@@ -49,8 +50,13 @@ def make_run(folder: Path, model_folder: Path, *, world: int = 2, **fields: obje
     return prepare_run(Job.model_validate(given), name="run", nproc=None, command=lambda job: "resume me")
 
 
-def train(rank: int, world: int, prepared: PreparedRun, stop_after: int | None = None) -> dict[str, object]:
-    """Body for `run_ranks`: the product's loop; a SIGTERM to rank 1 after `stop_after` steps."""
+def train(
+    rank: int, world: int, prepared: PreparedRun, stop_after: int | None = None, stop_within: int | None = None
+) -> dict[str, object]:
+    """Body for `run_ranks`: the product's loop; a SIGTERM to the last rank after `stop_after` steps.
+
+    With `stop_within` it comes in the middle of the step after that many, and every step counts as slow.
+    """
     stop = StopSignal()
     stop.install()
     training = start(prepared.folder, device=torch.device("cpu"), stop=stop, say=lambda text: None)
@@ -61,6 +67,15 @@ def train(rank: int, world: int, prepared: PreparedRun, stop_after: int | None =
                 signal.raise_signal(signal.SIGTERM)
 
         training.optimizer.register_step_post_hook(ask_to_stop)
+    if stop_within is not None:
+        loop.SLOW_STEP_S = 0.0
+        if rank == world - 1:
+
+            def ask_within(module, args, kwargs, output):
+                if training.step == stop_within and module.training:
+                    signal.raise_signal(signal.SIGTERM)
+
+            training.model.register_forward_hook(ask_within, with_kwargs=True)
     outcome = run(training, progress=None)
     reshard(training.model)
     return {

@@ -39,6 +39,18 @@ def test_stopped_and_resumed_is_bitwise_the_uninterrupted_run(tiny, tmp_path, fi
     assert resumed[0]["first_loss"] == whole[0]["first_loss"], "the loss before training must survive a resume"
 
 
+def test_a_stop_within_a_slow_step_gives_that_step_up(tiny, tmp_path):
+    """torchrun waits 30 s: a step of many micro-batches may take longer than that."""
+    whole_folder, cut_folder = tmp_path / "whole", tmp_path / "cut"
+    whole_folder.mkdir()
+    cut_folder.mkdir()
+    whole = run_ranks(train, 2, make_run(whole_folder, tiny("llama")))
+    stopped = run_ranks(train, 2, make_run(cut_folder, tiny("llama")), None, 3)
+    assert [(r["state"], r["step"]) for r in stopped] == [("stopped", 3)] * 2
+    resumed = run_ranks(train, 2, make_run(cut_folder, tiny("llama"), resume="auto"))
+    _assert_same(resumed[0], whole[0])
+
+
 def test_metrics_of_a_resumed_run_hold_each_step_once(tiny, tmp_path):
     prepared = make_run(tmp_path, tiny("llama"))
     run_ranks(train, 2, prepared, 3)

@@ -29,7 +29,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     Experts of a mixture sit in lists inside a block, so the outermost list is the list of blocks.
 
     Raises:
-        BadInput: when no list holds at least a third of the parameters outside embeddings.
+        BadInput: when no list holds at least a third of the parameters outside embeddings and head.
     """
     candidates = []
     taken: list[str] = []
@@ -39,8 +39,9 @@ def find_blocks(model: nn.Module) -> Blocks:
         if len(module) > 0 and all(_num_parameters(element) > 0 for element in module):
             taken.append(name)
             candidates.append(Blocks(name=name, modules=module))
-    embeddings = sum(_num_parameters(m) for m in model.modules() if isinstance(m, nn.Embedding))
-    total = _num_parameters(model) - embeddings
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outside = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) or m is head for p in m.parameters()}
+    total = sum(p.numel() for p in model.parameters() if id(p) not in outside)
     best = max(candidates, key=lambda blocks: _num_parameters(blocks.modules), default=None)
     if best is None or 3 * _num_parameters(best.modules) < total:
         raise BadInput(

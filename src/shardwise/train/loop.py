@@ -26,8 +26,11 @@ from shardwise.spec.plan import Plan
 from shardwise.state.checkpoint import TrainingProgress, load, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.metrics import MetricsLog, memory_bytes, memory_name
-from shardwise.train.signals import StopSignal
+from shardwise.train.signals import StopSignal, any_rank
 from shardwise.train.step import StepResult, training_step
+
+SLOW_STEP_S = 5.0
+"""Seconds of a step from which on a stop is looked for between its micro-batches too: torchrun waits 30 s at most."""
 
 
 @dataclass(kw_only=True)
@@ -148,6 +151,7 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
     )
     log = _open_log(training)
     saved: Path | None = None
+    slow = False
     if training.step == 0:
         _evaluate(training, log, progress)
     while training.step < info.total_steps and not training.stop.agreed(training.device):
@@ -160,11 +164,16 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
             scaler=training.scaler,
             max_grad_norm=job.max_grad_norm,
             device=training.device,
+            stop=training.stop if slow else None,
         )
+        if result is None:
+            break
+        seconds = time.perf_counter() - started
+        slow = any_rank(seconds > SLOW_STEP_S, training.device)
         training.samples_seen = training.batches.next_position(training.samples_seen)
         training.step += 1
         training.last = result
-        _record(training, log, progress, result, schedule.at(training.step - 1), time.perf_counter() - started)
+        _record(training, log, progress, result, schedule.at(training.step - 1), seconds)
         if _due(job.log.evaluate_every, training.step, info.total_steps):
             _evaluate(training, log, progress)
         if job.checkpoint.every and training.step % job.checkpoint.every == 0:

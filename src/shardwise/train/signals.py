@@ -26,6 +26,11 @@ class StopSignal:
 
     def agreed(self, device: torch.device) -> bool:
         """Return, on all ranks alike, whether any rank was asked to stop. A collective."""
-        flag = torch.tensor(int(self.received is not None), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+        return any_rank(self.received is not None, device)
+
+
+def any_rank(value: bool, device: torch.device) -> bool:
+    """Return, on all ranks alike, whether the value is true on any of them. A collective."""
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)

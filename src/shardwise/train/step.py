@@ -13,6 +13,8 @@ from shardwise.data.loader import Batch
 from shardwise.engine import scaler as scaling
 from shardwise.engine.clip import clip_gradients
 from shardwise.engine.loss import token_loss_sum
+from shardwise.state import random_state
+from shardwise.train.signals import StopSignal
 
 
 class TrainingFailed(RuntimeError):
@@ -58,8 +60,12 @@ def training_step(
     scaler: torch.amp.GradScaler,
     max_grad_norm: float | None,
     device: torch.device,
-) -> StepResult:
+    stop: StopSignal | None = None,
+) -> StepResult | None:
     """Run one optimizer step; every rank calls it with its own micro-batches of the same global batch.
+
+    With `stop`, ranks agree before each further micro-batch whether to go on; when asked to stop they give the step up,
+    leave weights, optimizer and random state as they were before it, and get None.
 
     Gradients are reduced after each micro-batch and added up as shards. The count of trained tokens is known before the
     first forward, so every micro-batch's loss is already its share of the global mean.
@@ -67,6 +73,7 @@ def training_step(
     Raises:
         TrainingFailed: no token is trained, or loss or gradients are not finite (fp16 overflow excepted).
     """
+    generators = random_state.capture() if stop is not None else None
     trained, inputs = global_sum(
         [sum(b.trained_tokens for b in micro_batches), sum(int(b.attention_mask.sum()) for b in micro_batches)], device
     )
@@ -74,7 +81,11 @@ def training_step(
         raise TrainingFailed("a global batch has no token to learn")
     optimizer.zero_grad(set_to_none=True)
     local_loss = torch.zeros((), device=device)
-    for batch in micro_batches:
+    for number, batch in enumerate(micro_batches):
+        if number > 0 and stop is not None and generators is not None and stop.agreed(device):
+            optimizer.zero_grad(set_to_none=True)
+            random_state.restore(generators)
+            return None
         batch = batch.to(device)
         loss = token_loss_sum(logits_of(model, batch), batch.labels) / trained
         torch.autograd.backward(scaler.scale(loss))
