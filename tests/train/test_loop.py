@@ -123,3 +123,13 @@ def test_a_checkpoint_of_another_model_is_refused_before_ranks_start(tiny, tmp_p
     with pytest.raises(BadInput, match="does not fit this model"):
         make_run(tmp_path / "b", tiny("llama", layers=2), steps=1, resume=checkpoint)
     assert not (tmp_path / "b" / "run").exists()
+
+
+def test_a_stop_in_the_last_step_leaves_evaluation_and_export_to_the_resumed_run(tiny, tmp_path):
+    prepared = make_run(tmp_path, tiny("llama"))
+    stopped = run_ranks(train, 2, prepared, 6)
+    assert [(r["state"], r["step"]) for r in stopped] == [("stopped", 6)] * 2
+    resumed = run_ranks(train, 2, make_run(tmp_path, tiny("llama"), resume="auto"))
+    assert [(r["state"], r["step"]) for r in resumed] == [("finished", 6)] * 2
+    assert resumed[0]["last_loss"] is not None
+    assert [line["step"] for line in metrics(prepared) if "held_out_loss" in line] == [0, 6]

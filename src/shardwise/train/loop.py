@@ -76,7 +76,7 @@ class Outcome:
     """How training ended, equal on all ranks."""
 
     state: Literal["finished", "stopped"]
-    """Whether every step was done."""
+    """Whether every step was done and nobody asked to stop before the exports."""
     step: int
     """Optimizer steps done."""
     checkpoint: Path
@@ -272,8 +272,9 @@ def save_checkpoint(training: Training) -> Path:
 
 def _outcome(training: Training, checkpoint: Path) -> Outcome:
     losses = training.held_out_losses
+    done = training.step >= training.info.total_steps and not training.stop.agreed(training.device)
     return Outcome(
-        state="finished" if training.step >= training.info.total_steps else "stopped",
+        state="finished" if done else "stopped",
         step=training.step,
         checkpoint=checkpoint,
         first_loss=losses.get(0),
