@@ -92,9 +92,11 @@ def with_shardwise(folder: str, device: torch.device, precision: str, micro_batc
     scaler = build_scaler(seen.plan, device.type)
 
     def step(batches: Sequence[Batch]) -> float:
-        return training_step(
+        result = training_step(
             model, batches, optimizer=optimizer, scaler=scaler, max_grad_norm=MAX_NORM, device=device
-        ).loss
+        )
+        assert result is not None, "nobody asks to stop"
+        return result.loss
 
     return step
 

@@ -33,6 +33,10 @@ SLOW_STEP_S = 5.0
 """Seconds of a step from which on a stop is looked for between its micro-batches too: torchrun waits 30 s at most."""
 
 
+HELD_OUT_PER_TRAINED = 2
+"""Held-out rows per forward for each training row: without a backward, two need less memory than one."""
+
+
 @dataclass(kw_only=True)
 class Training:
     """A run in progress on one rank: everything that a step needs."""
@@ -101,7 +105,8 @@ def start(folder: RunFolder, *, device: torch.device, stop: StopSignal, say: Cal
     model = load_model(job, plan, source, build_mesh(plan, device.type))
     optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate or 0.0, weight_decay=job.weight_decay)
     pad_id = pad_token_id(source.tokenizer())
-    share = {"micro_batch": plan.micro_batch, "rank": rank, "data_ranks": info.world, "pad_id": pad_id}
+    share = {"rank": rank, "data_ranks": info.world, "pad_id": pad_id}
+    held_out_rows = HELD_OUT_PER_TRAINED * plan.micro_batch
     held_out_file = folder.data / "held_out.arrow"
     training = Training(
         folder=folder,
@@ -114,9 +119,15 @@ def start(folder: RunFolder, *, device: torch.device, stop: StopSignal, say: Cal
         optimizer=optimizer,
         scaler=build_scaler(plan, device.type),
         batches=TrainBatches(
-            Rows.open(folder.data / "train.arrow"), seed=job.seed, global_batch=plan.global_batch, **share
+            Rows.open(folder.data / "train.arrow"),
+            seed=job.seed,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            **share,
         ),
-        held_out=HeldOutBatches(Rows.open(held_out_file), **share) if held_out_file.is_file() else None,
+        held_out=HeldOutBatches(Rows.open(held_out_file), micro_batch=held_out_rows, **share)
+        if held_out_file.is_file()
+        else None,
         stop=stop,
     )
     if info.resume_from is not None:
