@@ -93,7 +93,7 @@ BF16 = PrecisionChoice(param_dtype="bf16")
         ("max_grad_norm: null", "max_grad_norm", None),
         ("max_grad_norm: 1", "max_grad_norm", 1.0),
         ("steps: null\nepochs: 2", "epochs", 2.0),
-        ("optim: adamw_torch_fused", "optimizer", "adamw"),
+        ("optim: adamw_torch", "optimizer", "adamw"),
         ("sample: no", "sample", "no"),
         ("cluster: 4xcpu", "cluster", "4xcpu"),
         ("offload: none\ncompile: false\nquantization: none\nloss_head: eager\naccumulation: reduce_each\nmesh:\n"

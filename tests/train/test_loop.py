@@ -39,6 +39,21 @@ def test_stopped_and_resumed_is_bitwise_the_uninterrupted_run(tiny, tmp_path, fi
     assert resumed[0]["first_loss"] == whole[0]["first_loss"], "the loss before training must survive a resume"
 
 
+def test_another_layout_continues_the_same_training(tiny, tmp_path):
+    """Two ranks under FULL_SHARD, then one rank that keeps its weights gathered and recomputes activations."""
+    whole_folder, cut_folder = tmp_path / "whole", tmp_path / "cut"
+    whole_folder.mkdir()
+    cut_folder.mkdir()
+    fields = {"lora_dropout": 0.0, "learning_rate": 1e-3}
+    whole = run_ranks(train, 2, make_run(whole_folder, tiny("llama"), **fields))
+    run_ranks(train, 2, make_run(cut_folder, tiny("llama"), fsdp={"strategy": "FULL_SHARD"}, **fields), 3)
+    layout = {"fsdp": {"strategy": "SHARD_GRAD_OP"}, "micro_batch": 2, "activation_checkpointing": "full"}
+    resumed = run_ranks(train, 1, make_run(cut_folder, tiny("llama"), world=1, resume="auto", **layout, **fields))
+    assert (resumed[0]["step"], resumed[0]["samples_seen"]) == (6, whole[0]["samples_seen"])
+    for name, weight in whole[0]["weights"].items():
+        torch.testing.assert_close(resumed[0]["weights"][name], weight, atol=1e-5, rtol=0)
+
+
 def test_a_stop_within_a_slow_step_gives_that_step_up(tiny, tmp_path):
     """torchrun waits 30 s: a step of many micro-batches may take longer than that."""
     whole_folder, cut_folder = tmp_path / "whole", tmp_path / "cut"

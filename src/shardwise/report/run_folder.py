@@ -19,7 +19,10 @@ from shardwise.spec.units import UnitTable
 
 State = Literal["prepared", "running", "stopped", "finished", "unverified", "failed"]
 
-MAY_CHANGE = ("resume", "log", "checkpoint", "sample", "output")
+MAY_CHANGE = (
+    *("resume", "log", "checkpoint", "sample", "output"),
+    *("cluster", "fsdp", "micro_batch", "activation_checkpointing"),  # another layout of the same training
+)
 """Fields in which a resumed job may differ from the run that it continues."""
 
 

@@ -178,7 +178,9 @@ def _lora_targets(given: Given) -> object:
 
 def _optimizer(given: Given) -> object:
     _refuse_not_built(given)
-    return "adamw" if given.value in ("AdamW", "adamw_torch", "adamw_torch_fused") else given.value
+    if given.value == "adamw_torch_fused":
+        raise given.refusal("names an implementation", fix="write adamw: where fused kernels help, they are used")
+    return "adamw" if given.value in ("AdamW", "adamw_torch") else given.value
 
 
 def _refuse_not_built(given: Given) -> None:
