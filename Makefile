@@ -16,7 +16,7 @@ DEMO_ARGS ?= $(if $(filter-out 0 1 2,$(GPUS)),global_batch=$(shell expr 2 '*' $(
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(DEMO_INSTALLED) ## Fine-tune a 135M model with LoRA on every GPU here, or on 2 CPU processes (about 3 minutes)
+demo: $(DEMO_INSTALLED) ## Fine-tune a 135M model with LoRA on every GPU here, or on 2 CPU processes (under 4 minutes)
 	$(BIN)/python examples/prepare_demo.py
 	$(BIN)/shardwise train examples/demo.yaml $(DEMO_ARGS)
 

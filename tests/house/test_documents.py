@@ -99,3 +99,14 @@ def test_documents_name_the_torch_releases_that_are_declared():
     ]
     assert said
     assert {release for _, release in said} == {declared}, said
+
+
+def test_the_readme_shows_the_real_answer_to_a_mistake():
+    from shardwise.report.terminal import problems_text
+    from shardwise.spec.problems import BadInput
+    from shardwise.spec.reader import read_job
+
+    text = "model: m\ndata: d.jsonl\nfsdp: full_shrad\nuse_lora: true\nlora_rank: 64\n\nlora_rnak: 4\n"
+    with pytest.raises(BadInput) as caught:
+        read_job(None, text=text)
+    assert problems_text(caught.value) in (ROOT / "README.md").read_text()
