@@ -30,7 +30,7 @@ def make_run(folder: Path, model_folder: Path, *, world: int = 2, **fields: obje
     """Prepare a LoRA run in `folder / "run"`."""
     rows = folder / "rows.jsonl"
     if not rows.exists():
-        write_rows(rows)
+        write_rows(rows, 9)
     given: dict[str, object] = {
         "model": {"path": str(model_folder)},
         "data": {"path": str(rows), "held_out": 0.3},

@@ -41,7 +41,7 @@ def problems_of(text: str, *overrides: str) -> list:
         ("", "model.path=n", "model", ModelChoice(path="n")),
         ("model.attention: eager", "model.path=n", "model", ModelChoice(path="n", attention="eager")),
         ("model.attention: eager", "model=n", "model", ModelChoice(path="n")),
-        ("", "model={path: n, dtype: bf16}", "model", ModelChoice(path="n", dtype="bf16")),
+        ("use_lora: true", "model={path: n, dtype: bf16}", "model", ModelChoice(path="n", dtype="bf16")),
         ("fsdp: [zero2]", "fsdp=full_shard", "fsdp", FsdpChoice(strategy="FULL_SHARD")),
         ("fsdp: {strategy: hybrid_shard}", "fsdp=full_shard", "fsdp", FsdpChoice(strategy="FULL_SHARD")),
         ("fsdp: full_shard", "fsdp.sharding_strategy=no_shard", "fsdp", FsdpChoice(strategy="NO_SHARD")),

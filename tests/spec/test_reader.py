@@ -80,7 +80,7 @@ def _jobs(draw: st.DrawFn) -> Job:
     steps, epochs = draw(st.sampled_from([(None, None), (5, None), (None, 0.5)]))
     micro = draw(_positive)
     values = {
-        "model": ModelChoice(path=draw(_names), revision=draw(st.none() | _names), dtype=draw(st.none() | dtypes)),
+        "model": ModelChoice(path=draw(_names), revision=draw(st.none() | _names)),
         "data": DataChoice(path="d.jsonl", held_out=draw(st.none() | st.just("v.jsonl") | _fractions)),
         "output": draw(st.none() | _names),
         "global_batch": draw(st.none() | st.integers(1, 9).map(lambda n: n * micro)),
@@ -100,7 +100,13 @@ def _jobs(draw: st.DrawFn) -> Job:
         "sample": draw(st.none() | _names),
     }
     if draw(st.booleans()):
-        values |= {"use_lora": True, "lora_rank": draw(_positive), "lora_alpha": draw(st.none() | _fractions)}
+        model = values["model"].model_copy(update={"dtype": draw(st.none() | dtypes)})
+        values |= {
+            "model": model,
+            "use_lora": True,
+            "lora_rank": draw(_positive),
+            "lora_alpha": draw(st.none() | _fractions),
+        }
         values["lora_targets"] = draw(st.just("all_linear") | st.lists(_names, min_size=1, max_size=3))
     return Job(**values)
 

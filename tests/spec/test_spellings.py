@@ -89,7 +89,7 @@ BF16 = PrecisionChoice(param_dtype="bf16")
         ("log.every: 3", "log", LogChoice(every=3)),
         ("validation_file: v.jsonl", "data", DataChoice(path="d.jsonl", held_out="v.jsonl")),
         ("data.held_out: 0.1", "data", DataChoice(path="d.jsonl", held_out=0.1)),
-        ("model.torch_dtype: bfloat16", "model", ModelChoice(path="m", dtype="bf16")),
+        ("model.torch_dtype: bfloat16\nuse_lora: true", "model", ModelChoice(path="m", dtype="bf16")),
         ("max_grad_norm: null", "max_grad_norm", None),
         ("max_grad_norm: 1", "max_grad_norm", 1.0),
         ("steps: null\nepochs: 2", "epochs", 2.0),

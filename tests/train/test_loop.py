@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_ranks_start(tiny, tmp_p
     first = make_run(tmp_path / "a", tiny("llama"), steps=1)
     run_ranks(train, 2, first)
     checkpoint = str(first.folder.checkpoints / "step-000001")
-    with pytest.raises(BadInput, match="does not fit this model"):
+    with pytest.raises(BadInput, match="belongs to another training: the base model's weights"):
         make_run(tmp_path / "b", tiny("llama", layers=2), steps=1, resume=checkpoint)
     assert not (tmp_path / "b" / "run").exists()
 

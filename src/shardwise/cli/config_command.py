@@ -41,6 +41,7 @@ def config(
     print_plan(
         Console(soft_wrap=True), seen.plan, seen.job, seen.units, f"{seen.devices.world} ranks: {seen.devices.why}"
     )
+    print("not looked at here: data, output, resume")
     for warning in seen.warnings():
         print(warning)
     if seen.units is None:

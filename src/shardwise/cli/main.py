@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import typer
@@ -21,7 +22,7 @@ app.command("train")(train_command.train)
 
 
 def run() -> None:
-    """Run the command line; bad input ends with one text and exit code 2."""
+    """Run the command line; bad input, unusable paths included, ends with one text and exit code 2."""
     try:
         app()
     except BadInput as error:
@@ -29,3 +30,6 @@ def run() -> None:
 
         print(problems_text(error), file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        print(f"{error.filename or 'file system'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(4 if error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT) else 2)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
+
+
+def _stop_early(number: int, _frame: FrameType | None) -> NoReturn:
+    print("stopped before any rank started; start it again when you like", flush=True)
+    os._exit(3)
 
 
 def train(
@@ -16,10 +24,12 @@ def train(
 ) -> None:
     """Train a configuration on this machine and check what came out.
 
-    Exit codes: 0 finished, 2 bad input, 3 stopped and resumable, 4 the run failed.
+    Exit codes: 0 finished, 1 an export is not what was trained, 2 bad input, 3 stopped and resumable, 4 the run failed.
     """
     from shardwise.spec.reader import read_job
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_early)  # torchrun takes over once there are ranks
     given = list(overrides or [])
     if resume is not None:
         given.append(f"resume={resume}")

@@ -31,6 +31,12 @@ class Batch:
         """Labels that the loss uses; the first of a row never is. Waits for the device when that is a GPU."""
         return int((self.labels[:, 1:] != IGNORED).sum().item())
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of rows; neither padding nor rows of padding count."""
+        lengths = self.attention_mask.sum(dim=1)
+        return int(lengths[lengths > 1].sum().item())
+
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on `device`."""
         return Batch(

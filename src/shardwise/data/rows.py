@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ class Rows:
             sink.flush()
             os.fsync(sink.fileno())
         part.replace(path)
+
+    def digest(self) -> str:
+        """Return a hash of all rows, ids and labels."""
+        found = hashlib.sha256()
+        for column in (self._ids, self._labels):
+            for chunk in column.chunks:
+                found.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
+                found.update(chunk.value_lengths().to_numpy(zero_copy_only=False).tobytes())
+        return found.hexdigest()
 
     def __len__(self) -> int:
         return int(self._table.num_rows)

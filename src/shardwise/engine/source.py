@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from shardwise.engine.dtypes import DTYPE_NAME
 from shardwise.spec.job import Dtype, ModelChoice
 from shardwise.spec.problems import BadInput, Problem
 
+_SAMPLES, _SAMPLE_BYTES = 16, 65536
 _STORED_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -38,8 +40,25 @@ class Source:
     """Dtype in which most of the checkpoint's bytes are stored."""
 
     def tokenizer(self) -> Any:
-        """Load the model's tokenizer."""
-        return AutoTokenizer.from_pretrained(self.folder)
+        """Load the model's tokenizer; raises BadInput when the folder has none that works."""
+        try:
+            return AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            reason = f"its tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}"
+            fix = "put tokenizer.json and tokenizer_config.json beside the weights"
+            raise BadInput(Problem(field="model", value=str(self.folder), reason=reason, fix=fix)) from error
+
+    def digest(self) -> str:
+        """Return a hash of each weight file's name, size, header and samples of its content."""
+        found = hashlib.sha256()
+        for path in sorted(set(self.files.values())):
+            size = path.stat().st_size
+            found.update(f"{path.name}:{size}".encode())
+            with path.open("rb") as raw:
+                for part in range(_SAMPLES):
+                    raw.seek(max(0, size - _SAMPLE_BYTES) * part // (_SAMPLES - 1))
+                    found.update(raw.read(_SAMPLE_BYTES))
+        return found.hexdigest()
 
 
 def locate(choice: ModelChoice, *, weights: bool = True) -> Path:
@@ -54,6 +73,9 @@ def locate(choice: ModelChoice, *, weights: bool = True) -> Path:
     """
     folder = Path(choice.path).expanduser()
     if folder.is_dir():
+        if choice.revision is not None:
+            reason = f"has no effect: {choice.path} is a folder, not a hub id"
+            raise BadInput(Problem(field="model.revision", value=choice.revision, reason=reason, fix="remove it"))
         return folder
     if choice.path.count("/") != 1 or choice.path.startswith((".", "/", "~")):
         siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []

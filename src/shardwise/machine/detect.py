@@ -35,11 +35,14 @@ def detect(job: Job, nproc: int | None = None) -> Devices:
         nproc: Number of ranks, when the command line or torchrun says it.
 
     Raises:
-        BadInput: more ranks than GPUs.
+        BadInput: more ranks than GPUs, or another number than `cluster` says.
     """
     import torch
 
     asked_for_cpu = job.cluster != "detect"
+    if asked_for_cpu and nproc is not None and job.cluster != f"{nproc}xcpu":
+        reason = f"contradicts {nproc} ranks, which the command line or torchrun asks for"
+        raise BadInput(Problem(field="cluster", value=job.cluster, reason=reason, fix="keep one of the two"))
     gpus = 0 if asked_for_cpu else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if gpus > 0:

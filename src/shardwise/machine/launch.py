@@ -43,7 +43,8 @@ def launch(folder: RunFolder, info: RunInfo) -> int:
     status = folder.read_status()
     state = status["state"]
     if state == "prepared" and signalled:
-        print("stopped before the first step; nothing was trained and nothing needs to be resumed", flush=True)
+        again = f"resume with: {info.resume_command}" if info.resume_from else "start it again when you like"
+        print(f"stopped before a step of this start was done; {again}", flush=True)
         return 3
     if state not in (*EXIT_BY_STATE, "failed"):
         print(

@@ -13,7 +13,6 @@ from torch import nn
 from shardwise.data.prepared import PreparedData, prepare
 from shardwise.engine.compat import attention_of
 from shardwise.engine.load import Skeleton, build_skeleton, frozen_storage
-from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.source import (
     ModelNotHere,
     Source,
@@ -26,15 +25,13 @@ from shardwise.engine.source import (
 )
 from shardwise.engine.unit_table import unit_table
 from shardwise.machine.detect import Devices, detect
+from shardwise.machine.resume import as_before, find_start
 from shardwise.planner.decide import Facts, decide
-from shardwise.report.run_folder import RunFolder, RunInfo, check_same_run, choose_folder
+from shardwise.report.run_folder import RunFolder, RunInfo, choose_folder
 from shardwise.spec.job import Dtype, Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.units import UnitTable
-from shardwise.state.folders import resolve_resume
-from shardwise.state.live import contents
-from shardwise.state.manifest import read_manifest
 
 DEFAULT_LEARNING_RATE = {True: 2e-4, False: 1e-5}
 """Peak learning rate by `use_lora`, when the job names none."""
@@ -88,6 +85,7 @@ def preview(job: Job, *, nproc: int | None = None) -> Preview:
     source = open_folder(folder) if has_weights(folder) else None
     config = read_config(folder) if source is None else source.config
     stored = declared_dtype(config) if source is None else source.dtype
+    job = _fit_seq_len(job, config)
     skeleton = build_skeleton(job, config, stored, source)
     return _resolved(job, skeleton.model, decide(job, _facts(skeleton, devices, stored, job)), devices)
 
@@ -151,68 +149,53 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     Raises:
         BadInput: before any process starts.
     """
+    folder = choose_folder(job, name)
+    job = as_before(job, folder)
     devices = detect(job, nproc)
     source = open_source(job.model)
+    job = _fit_seq_len(job, source.config)
     skeleton = build_skeleton(job, source.config, source.dtype, source)
     plan = decide(job, _facts(skeleton, devices, source.dtype, job))
     data = _prepare_data(job, source, skeleton.plain_model)
     seen = _resolved(job, skeleton.model, plan, devices)
-    total_steps = _total_steps(seen.job, data)
-    _check_together(seen.job, data, total_steps)
-    folder = choose_folder(job, name)
     resolved = seen.job.model_copy(update={"output": str(folder.path)})
-    check_same_run(folder, resolved)
-    resume_from = resolve_resume(job.resume, folder.checkpoints)
-    if resume_from is not None:
-        _check_checkpoint(resume_from, skeleton.model, plan)
     info = RunInfo(
         name=name,
         device_type=devices.device_type,
         backend=devices.backend,
         world=devices.world,
-        total_steps=total_steps,
-        resume_from=None if resume_from is None else str(resume_from),
+        total_steps=_total_steps(resolved, data),
+        data_digest=data.train.digest() + (data.held_out.digest() if data.held_out is not None else ""),
+        model_digest=source.digest(),
         resume_command=command(resolved),
     )
+    notes = _check_together(resolved, data, info.total_steps)
+    start = find_start(folder, resolved, info, skeleton.model, plan)
+    info = info.model_copy(update={"resume_from": None if start.checkpoint is None else str(start.checkpoint)})
     assert seen.units is not None
-    folder.write(resolved, plan, seen.units, info)
+    folder.write(resolved, plan, seen.units, info, step=start.step)
     data.write(folder.data)
     return PreparedRun(
         folder=folder,
         preview=Preview(job=resolved, plan=plan, units=seen.units, devices=devices),
         info=info,
-        data_lines=data.summary.lines(),
+        data_lines=[*data.summary.lines(), *notes, *start.notes],
     )
 
 
-def _check_checkpoint(path: Path, model: nn.Module, plan: Plan) -> None:
-    """Refuse a checkpoint of another model or method before any process starts."""
-    manifest, reason = read_manifest(path)
-    here = contents(model, build_optimizer(model, plan, learning_rate=1.0, weight_decay=0.0))
-    differences = [reason] if manifest is None else manifest.contents.differences(here)
-    if differences:
-        raise BadInput(
-            Problem(
-                field="resume",
-                value=str(path),
-                reason="does not fit this model: " + "; ".join(differences[:3]),
-                fix="resume with the configuration that the checkpoint was made with",
-            )
-        )
+def _fit_seq_len(job: Job, config: Any) -> Job:
+    """Cut the default row length to what the model has positions for; refuse a longer one that the user asked for."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or job.seq_len <= longest:
+        return job
+    if "seq_len" not in job.model_fields_set:
+        return job.model_copy(update={"seq_len": longest})
+    reason = f"is longer than the {longest} positions of this model"
+    raise BadInput(Problem(field="seq_len", value=job.seq_len, reason=reason, fix=f"use {longest} or less"))
 
 
 def _prepare_data(job: Job, source: Source, model: Any) -> PreparedData:
     rows = model.get_input_embeddings().weight.shape[0]
-    longest = getattr(source.config, "max_position_embeddings", None)
-    if longest is not None and job.seq_len > longest:
-        raise BadInput(
-            Problem(
-                field="seq_len",
-                value=job.seq_len,
-                reason=f"is longer than the {longest} positions of this model",
-                fix=f"use {longest} or less",
-            )
-        )
     return prepare(job.data, source.tokenizer(), seq_len=job.seq_len, seed=job.seed, vocab_size=rows)
 
 
@@ -225,8 +208,8 @@ def _total_steps(job: Job, data: PreparedData) -> int:
     return max(1, math.ceil(job.epochs * steps_per_epoch))
 
 
-def _check_together(job: Job, data: PreparedData, total_steps: int) -> None:
-    """Refuse settings that the data leaves without effect."""
+def _check_together(job: Job, data: PreparedData, total_steps: int) -> list[str]:
+    """Refuse settings that the data leaves without effect; returns warnings."""
     problems = []
     if job.log.evaluate_every and data.held_out is None:
         problems.append(
@@ -243,6 +226,10 @@ def _check_together(job: Job, data: PreparedData, total_steps: int) -> None:
         )
     if problems:
         raise BadInput(problems)
+    if job.global_batch is not None and job.global_batch > len(data.train):
+        rows = len(data.train)
+        return [f"warning: a global batch of {job.global_batch} rows holds only the {rows} there are, and padding"]
+    return []
 
 
 def run_name(config: Path) -> str:

@@ -62,6 +62,7 @@ class Progress:
         self._last: _Update | None = None
         self._last_printed = True
         self._held_out: float | None = None
+        self._held_out_step: int | None = None
         self._bar = self._make_bar() if self._console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -79,10 +80,18 @@ class Progress:
             self._print_line(self._last)
 
     def update(
-        self, step: int, *, loss: float, tokens_per_s: float, memory_bytes: int, held_out_loss: float | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_s: float,
+        memory_bytes: int,
+        held_out_loss: float | None = None,
+        held_out_step: int | None = None,
     ) -> None:
-        """Show the figures of `step`, counted from 1. A held-out loss stays shown until the next one."""
-        self._held_out = held_out_loss if held_out_loss is not None else self._held_out
+        """Show the figures of `step`, counted from 1. A held-out loss stays shown, with its step, until the next."""
+        if held_out_loss is not None:
+            self._held_out, self._held_out_step = held_out_loss, held_out_step
         update = _Update(
             step=step,
             loss=loss,
@@ -124,7 +133,8 @@ class Progress:
     def _figures(self, update: _Update) -> str:
         parts = [f"loss {update.loss:.4f}"]
         if update.held_out_loss is not None:
-            parts.append(f"held-out {update.held_out_loss:.4f}")
+            when = f" (step {self._held_out_step})" if self._held_out_step is not None else ""
+            parts.append(f"held-out {update.held_out_loss:.4f}{when}")
         parts += [f"{update.tokens_per_s:.0f} tok/s", f"{self._memory_name} {bytes_text(update.memory_bytes)}"]
         left = self._seconds_left(update.step)
         if left is not None:

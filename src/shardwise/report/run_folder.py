@@ -21,6 +21,7 @@ State = Literal["prepared", "running", "stopped", "finished", "unverified", "fai
 
 MAY_CHANGE = (
     *("resume", "log", "checkpoint", "sample", "output"),
+    "data",  # its rows are compared
     *("cluster", "fsdp", "micro_batch", "activation_checkpointing"),  # another layout of the same training
 )
 """Fields in which a resumed job may differ from the run that it continues."""
@@ -39,6 +40,10 @@ class RunInfo(Strict):
     """Number of ranks."""
     total_steps: int
     """Optimizer steps of the whole run."""
+    data_digest: str
+    """Hash of the tokenised rows."""
+    model_digest: str
+    """Hash of samples of the base model's weight files."""
     resume_from: str | None = None
     """Checkpoint folder that this start continues from."""
     resume_command: str
@@ -63,15 +68,15 @@ class RunFolder:
         self.export = path / "export"
         self.errors = path / "errors"
 
-    def write(self, job: Job, plan: Plan, units: UnitTable, info: RunInfo) -> None:
-        """Write everything that is known before the first step; makes the folder."""
+    def write(self, job: Job, plan: Plan, units: UnitTable, info: RunInfo, *, step: int) -> None:
+        """Write everything that is known before the first step of this start (`step` are done); makes the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.versions, json.dumps(_versions(), indent=1))
         write_text(self.config, _yaml(job.model_dump(mode="json")))
         write_text(self.plan, _yaml({**plan.model_dump(mode="json"), "fingerprint": plan.fingerprint()}))
         write_text(self.units, units.model_dump_json(indent=1))
         write_text(self.info, info.model_dump_json(indent=1))
-        self.set_status("prepared", 0)
+        self.set_status("prepared", step)
 
     def set_status(self, state: State, step: int, message: str = "") -> None:
         """Record where the run stands; read by `shardwise` after the ranks have ended."""
@@ -86,8 +91,16 @@ class RunFolder:
         return status
 
     def read_job(self) -> Job:
-        """Return the resolved job."""
-        return Job.model_validate(yaml.safe_load(self.config.read_text()))
+        """Return the resolved job.
+
+        Raises:
+            BadInput: the file is damaged, or of another version.
+        """
+        try:
+            return Job.model_validate(yaml.safe_load(self.config.read_text()))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = "is not the configuration of a run, or is damaged, or was written by another version"
+            raise BadInput(Problem(field=str(self.config), reason=reason, fix="choose another folder")) from error
 
     def read_plan(self) -> Plan:
         """Return the plan."""
@@ -129,7 +142,7 @@ def choose_folder(job: Job, name: str) -> RunFolder:
     """
     if job.output is None:
         return _numbered(Path("runs"), name, resume=job.resume == "auto")
-    path = Path(job.output)
+    path = Path(job.output).expanduser()
     if path.exists() and not path.is_dir():
         raise BadInput(Problem(field="output", value=job.output, reason="is a file, not a folder"))
     _check_writable(path)
@@ -143,20 +156,26 @@ def _check_writable(path: Path) -> None:
 
 
 def _numbered(parent: Path, name: str, *, resume: bool) -> RunFolder:
-    taken = [parent / name, *(parent / f"{name}-{number}" for number in range(2, 10_000))]
-    free = next(index for index, path in enumerate(taken) if not path.exists())
-    return RunFolder(taken[free - 1] if resume and free > 0 else taken[free])
+    numbers = [1] if (parent / name).exists() else []
+    for path in parent.glob(f"{name}-*"):
+        suffix = path.name.removeprefix(f"{name}-")
+        if suffix.isdecimal():
+            numbers.append(int(suffix))
+    newest = max(numbers, default=0)
+    number = newest if resume and newest else newest + 1
+    return RunFolder(parent / (name if number == 1 else f"{name}-{number}"))
 
 
-def check_same_run(folder: RunFolder, job: Job) -> None:
+def check_same_run(folder: RunFolder, job: Job, info: RunInfo) -> None:
     """Refuse a folder that holds something else than the beginning of this very job.
 
     Args:
         folder: Where the job is to run.
         job: The resolved job.
+        info: What is known of this start.
 
     Raises:
-        BadInput: with the differing fields, or with the way to resume.
+        BadInput: with the differing fields or inputs, or with the way to resume.
     """
     if not folder.path.is_dir() or not any(folder.path.iterdir()):
         return
@@ -164,11 +183,13 @@ def check_same_run(folder: RunFolder, job: Job) -> None:
     if not folder.config.is_file():
         fix = "choose an empty or new folder"
         raise BadInput(Problem(field="output", value=where, reason="holds files that are not a run", fix=fix))
-    differences = list(_differences(folder.read_job(), job))
+    differences = [*_differences(folder.read_job(), job), *_changed_inputs(folder, info)]
     if differences:
         reason = "holds another run: " + "; ".join(differences[:4])
-        raise BadInput(Problem(field="output", value=where, reason=reason, fix="choose another folder"))
-    if job.resume == "never":
+        fix = "choose another folder, or undo the change"
+        raise BadInput(Problem(field="output", value=where, reason=reason, fix=fix))
+    untouched = folder.read_status()["state"] == "prepared" and not folder.checkpoints.exists()
+    if job.resume == "never" and not untouched:
         status = folder.read_status()
         reason = f"already holds this run ({status['state']} at step {status['step']})"
         raise BadInput(
@@ -176,8 +197,36 @@ def check_same_run(folder: RunFolder, job: Job) -> None:
         )
 
 
+def check_continues(checkpoint: Path, job: Job, info: RunInfo) -> str:
+    """Refuse to continue a checkpoint of another run's training; returns a note when that cannot be told.
+
+    Raises:
+        BadInput: with the differing fields or inputs.
+    """
+    origin = RunFolder(checkpoint.parent.parent)
+    if not origin.config.is_file():
+        return f"note: {checkpoint} is not in a run folder, so its settings, data and model could not be compared"
+    differences = [*_differences(origin.read_job(), job), *_changed_inputs(origin, info)]
+    if differences:
+        reason = "belongs to another training: " + "; ".join(differences[:4])
+        raise BadInput(Problem(field="resume", value=str(checkpoint), reason=reason, fix="undo the change"))
+    return ""
+
+
+def _changed_inputs(folder: RunFolder, info: RunInfo) -> Iterable[str]:
+    try:
+        before = folder.read_info()
+    except (OSError, ValueError):
+        return
+    if before.data_digest != info.data_digest:
+        yield "the rows are no longer the same (data, tokenizer or chat template)"
+    if before.model_digest != info.model_digest:
+        yield "the base model's weights are no longer the same"
+
+
 def _differences(old: Job, new: Job) -> Iterable[str]:
-    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    moved: Any = {"model": {"path"}}  # its weights are compared
+    before, after = old.model_dump(mode="json", exclude=moved), new.model_dump(mode="json", exclude=moved)
     for key in before:
         if key not in MAY_CHANGE and before[key] != after[key]:
             yield f"{key} was {before[key]!r}, now {after[key]!r}"

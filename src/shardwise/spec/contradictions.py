@@ -54,6 +54,11 @@ def _lora(given: Mapping[str, Chosen]) -> Iterator[Problem]:
     use = given.get("use_lora")
     if use is not None and use.value is not False:
         return
+    if "model.dtype" in given:
+        yield given["model.dtype"].given.problem(
+            "has no effect without use_lora: true: what trains is stored in fp32",
+            fix="set use_lora: true, or remove it",
+        )
     for key, choice in given.items():
         if key.startswith("lora_"):
             yield choice.given.problem("has no effect without use_lora: true", fix="set use_lora: true, or remove it")

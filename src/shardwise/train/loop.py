@@ -252,8 +252,15 @@ def _record(
             loss_scale=result.scale,
         )
     if progress is not None:
-        held_out = next(reversed(training.held_out_losses.values()), None)
-        progress.update(training.step, loss=result.loss, tokens_per_s=rate, memory_bytes=memory, held_out_loss=held_out)
+        step, held_out = next(reversed(training.held_out_losses.items()), (None, None))
+        progress.update(
+            training.step,
+            loss=result.loss,
+            tokens_per_s=rate,
+            memory_bytes=memory,
+            held_out_loss=held_out,
+            held_out_step=step,
+        )
         if result.skipped:
             progress.message(
                 f"step {training.step}: a gradient overflowed in fp16, no update on any rank; "

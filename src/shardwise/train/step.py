@@ -75,7 +75,7 @@ def training_step(
     """
     generators = random_state.capture() if stop is not None else None
     trained, inputs = global_sum(
-        [sum(b.trained_tokens for b in micro_batches), sum(int(b.attention_mask.sum()) for b in micro_batches)], device
+        [sum(b.trained_tokens for b in micro_batches), sum(b.tokens for b in micro_batches)], device
     )
     if trained == 0:
         raise TrainingFailed("a global batch has no token to learn")
