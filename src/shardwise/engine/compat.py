@@ -40,8 +40,6 @@ class UnitFacts:
     """Dtype of the unit's outputs; None: as computed."""
     reshard_after_forward: bool
     """Whether gathered weights are freed after forward."""
-    parameter_names: tuple[str, ...]
-    """Parameters of the unit, named from the unit's module."""
     sums_gradients: bool
     """Whether gradients are summed over ranks, without a division."""
 
@@ -68,18 +66,8 @@ def unit_facts(unit: FSDPModule) -> UnitFacts | None:
         reduce_dtype=group.mp_policy.reduce_dtype,
         output_dtype=group.mp_policy.output_dtype,
         reshard_after_forward=group.post_forward_mesh_info is not None,
-        parameter_names=tuple(
-            f"{module_name}.{p._module_info.param_name}".lstrip(".")
-            for g in groups
-            for p in g.fsdp_params
-            for module_name in [_module_name(cast(nn.Module, unit), p._module_info.module)]
-        ),
         sums_gradients=group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms,
     )
-
-
-def _module_name(root: nn.Module, module: nn.Module) -> str:
-    return next((name for name, candidate in root.named_modules() if candidate is module), "?")
 
 
 def sum_gradients(unit: FSDPModule) -> None:

@@ -71,7 +71,7 @@ class RunFolder:
     def write(self, job: Job, plan: Plan, units: UnitTable, info: RunInfo, *, step: int) -> None:
         """Write everything that is known before the first step of this start (`step` are done); makes the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.versions, json.dumps(_versions(), indent=1))
+        write_text(self.versions, json.dumps(versions(), indent=1))
         write_text(self.config, _yaml(job.model_dump(mode="json")))
         write_text(self.plan, _yaml({**plan.model_dump(mode="json"), "fingerprint": plan.fingerprint()}))
         write_text(self.units, units.model_dump_json(indent=1))
@@ -124,7 +124,8 @@ def _yaml(value: object) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of the platform and of the packages that decide what a run computes."""
     from platform import platform, python_version
 
     packages = ("shardwise", "torch", "transformers", "peft", "safetensors", "tokenizers", "pyarrow")

@@ -8,11 +8,9 @@ checkpoint as the newest. Saving needs no more memory than the largest shard of 
 from __future__ import annotations
 
 import pickle
-import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from shardwise.report.run_folder import versions
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.state import folders, live, random_state, together
 from shardwise.state.folders import latest, resolve_resume
@@ -103,7 +102,7 @@ def save(
             sequence=1,
             world=together.world(),
             fingerprint=fingerprint,
-            versions=_versions(),
+            versions=versions(),
             contents=contents,
             files={name: described for share in files for name, described in share.items()},
         )
@@ -229,8 +228,3 @@ def _restored(manifest: Manifest, extra: Mapping[str, object]) -> tuple[str, ...
         f"{tensors} optimizer tensors, updates taken: {counts}",
         f"further state: {', '.join(sorted(extra)) or 'none'}",
     )
-
-
-def _versions() -> dict[str, str]:
-    packages = ("shardwise", "torch", "transformers", "peft")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shardwise.data.loader import Batch
-from shardwise.engine.apply import units
 from shardwise.engine.loss import token_loss_sum
+from shardwise.state.live import reshard
 from shardwise.train.signals import StopSignal
 from shardwise.train.step import global_sum, logits_of
 
@@ -33,8 +33,7 @@ def held_out_loss(
         batch = batch.to(device)
         loss += token_loss_sum(logits_of(model, batch), batch.labels)
         tokens += batch.trained_tokens
-    for unit in units(model):
-        unit.reshard()  # without a backward nothing else frees what stayed gathered
+    reshard(model)
     model.train(was_training)
     if stopped:
         return None
