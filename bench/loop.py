@@ -87,13 +87,13 @@ def with_shardwise(folder: str, device: torch.device, precision: str, micro_batc
         "global_batch": micro_batch * world,
     }
     seen = preview(read_job_dict(values), nproc=world)
-    model = load_model(seen.job, seen.plan, open_source(seen.job.model), build_mesh(seen.plan, device.type))
+    model = load_model(seen.job, seen.plan, open_source(seen.job.model), build_mesh(seen.plan.mesh, device.type))
     optimizer = build_optimizer(model, seen.plan, learning_rate=LEARNING_RATE, weight_decay=0.0)
     scaler = build_scaler(seen.plan, device.type)
 
     def step(batches: Sequence[Batch]) -> float:
         result = training_step(
-            model, batches, optimizer=optimizer, scaler=scaler, max_grad_norm=MAX_NORM, device=device
+            model, batches, plan=seen.plan, optimizer=optimizer, scaler=scaler, max_grad_norm=MAX_NORM, device=device
         )
         assert result is not None, "nobody asks to stop"
         return result.loss

@@ -18,7 +18,7 @@ from shardwise.spec.problems import BadInput
 
 def _adapters(rank, world, job):
     plan = make_plan(job, world)
-    model = load_model(job, plan, open_source(job.model), build_mesh(plan, "cpu"))
+    model = load_model(job, plan, open_source(job.model), build_mesh(plan.mesh, "cpu"))
     return {base_name(n): full(p) for n, p in model.named_parameters() if p.requires_grad}
 
 

@@ -17,7 +17,7 @@ from shardwise.engine.source import open_source
 
 def _facts(rank, world, job, hide):
     plan = make_plan(job, world)
-    model = load_model(job, plan, open_source(job.model), build_mesh(plan, "cpu"))
+    model = load_model(job, plan, open_source(job.model), build_mesh(plan.mesh, "cpu"))
     before = [compat.unit_facts(unit) for unit in units(model)]
     after = []
     for unit in units(model):
@@ -54,7 +54,7 @@ def _apply_without(rank, world, job, setter):
     delattr(FSDPModule, setter)
     plan = make_plan(job, world)
     with pytest.raises(compat.UnsupportedRelease, match=setter):
-        load_model(job, plan, open_source(job.model), build_mesh(plan, "cpu"))
+        load_model(job, plan, open_source(job.model), build_mesh(plan.mesh, "cpu"))
     return True
 
 

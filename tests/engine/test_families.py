@@ -28,7 +28,7 @@ FAMILIES = {
 
 def _logits(rank, world, job):
     plan = make_plan(job, world)
-    model = load_model(job, plan, open_source(job.model), build_mesh(plan, "cpu")).eval()
+    model = load_model(job, plan, open_source(job.model), build_mesh(plan.mesh, "cpu")).eval()
     with torch.no_grad():
         return model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits
 

@@ -30,7 +30,7 @@ def _job(tiny, strategy="FULL_SHARD", lora=False, **fields):
 def _overflow_once(rank, world, job, overflowing_rank):
     """Three steps; in the second, one rank's shard of one gradient becomes infinite."""
     source, plan = open_source(job.model), make_plan(job, world)
-    model = load_model(job, plan, source, build_mesh(plan, "cpu"))
+    model = load_model(job, plan, source, build_mesh(plan.mesh, "cpu"))
     optimizer = build_optimizer(model, plan, learning_rate=1e-3, weight_decay=0.0)
     scaler, batches = build_scaler(plan, "cpu"), batches_of(job, plan, rank, world)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -50,6 +50,7 @@ def _overflow_once(rank, world, job, overflowing_rank):
         result = training_step(
             model,
             batches.micro_batches(0),
+            plan=plan,
             optimizer=optimizer,
             scaler=scaler,
             max_grad_norm=1.0,

@@ -33,7 +33,7 @@ def _mapped():
 
 def _load(rank, world, job):
     plan = make_plan(job, world)
-    mesh = build_mesh(plan, "cpu")
+    mesh = build_mesh(plan.mesh, "cpu")
     source = open_source(job.model)
     before = _private_bytes()
     model = load_model(job, plan, source, mesh)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.training import make_job, make_plan
+from engine.training import make_job, make_plan, make_table
 from harness.ranks import run_ranks
 from shardwise.engine.apply import units
 from shardwise.engine.blocks import find_blocks
@@ -58,11 +58,11 @@ CHANGES = {
 
 def _check(rank, world, job, change):
     plan = make_plan(job, world)
-    mesh = build_mesh(plan, "cpu")
+    mesh, table = build_mesh(plan.mesh, "cpu"), make_table(job, plan)
     model = load_model(job, plan, open_source(job.model), mesh)
     change(model)
     try:
-        check_live_model(model, plan, mesh)
+        check_live_model(model, plan, mesh, table)
     except PlanNotHonoured as error:
         return str(error)
     return None
@@ -85,11 +85,11 @@ def test_every_difference_is_named(tiny, change):
 
 def _against_other_plan(rank, world, job, update):
     plan = make_plan(job, world)
-    mesh = build_mesh(plan, "cpu")
+    mesh, table = build_mesh(plan.mesh, "cpu"), make_table(job, plan)
     model = load_model(job, plan, open_source(job.model), mesh)
     other = plan.model_copy(update=update)
     with pytest.raises(PlanNotHonoured) as caught:
-        check_live_model(model, other, mesh)
+        check_live_model(model, other, mesh, make_table(job, other))
     return len(caught.value.differences)
 
 

@@ -14,17 +14,20 @@ from torch.distributed.tensor import DTensor
 from shardwise.data.loader import Batch, TrainBatches
 from shardwise.data.rows import Row
 from shardwise.engine.adapters import init_adapters
+from shardwise.engine.buffers import fill_buffers
 from shardwise.engine.load import build_skeleton, load_model
 from shardwise.engine.loss import token_loss_sum
-from shardwise.engine.mesh import build_mesh
+from shardwise.engine.mesh import build_mesh, data_rank
 from shardwise.engine.names import base_name
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.scaler import build_scaler
 from shardwise.engine.source import open_source
+from shardwise.engine.unit_table import unit_table
 from shardwise.engine.weights import load_weights
 from shardwise.planner.decide import Facts, decide
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
+from shardwise.spec.units import UnitTable
 from shardwise.train.step import StepResult, training_step
 
 ROWS = 7
@@ -69,6 +72,12 @@ def make_plan(job: Job, world: int) -> Plan:
     return decide(job, Facts(world=world, device_type="cpu", parameters=1, frozen_storage=frozen, attention=attention))
 
 
+def make_table(job: Job, plan: Plan) -> UnitTable:
+    """The units that a plan makes of the job's model."""
+    source = open_source(job.model)
+    return unit_table(build_skeleton(job, source.config, source.dtype, source).model, plan)
+
+
 def batches_of(job: Job, plan: Plan, rank: int, ranks: int) -> TrainBatches:
     """One rank's batches of the rows above."""
     return TrainBatches(
@@ -101,9 +110,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def train_on_rank(rank: int, world: int, job: Job, steps: int = STEPS) -> Trace:
     """Body for `run_ranks`: the product's own loading, sharding and steps."""
     source, plan = open_source(job.model), make_plan(job, world)
-    model = load_model(job, plan, source, build_mesh(plan, "cpu"))
+    model = load_model(job, plan, source, build_mesh(plan.mesh, "cpu"))
     optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate, weight_decay=job.weight_decay)
-    batches, scaler = batches_of(job, plan, rank, world), build_scaler(plan, "cpu")
+    batches, scaler = batches_of(job, plan, data_rank(plan.mesh, rank), plan.mesh.data_ranks), build_scaler(plan, "cpu")
     results: list[StepResult] = []
     position = 0
     for _ in range(steps):
@@ -111,6 +120,7 @@ def train_on_rank(rank: int, world: int, job: Job, steps: int = STEPS) -> Trace:
             training_step(
                 model,
                 batches.micro_batches(position),
+                plan=plan,
                 optimizer=optimizer,
                 scaler=scaler,
                 max_grad_norm=job.max_grad_norm,
@@ -132,9 +142,7 @@ def one_process_model(job: Job) -> nn.Module:
     skeleton = build_skeleton(job, source.config, source.dtype, source)
     model = skeleton.model.to_empty(device="cpu")
     skeleton.plain_model.tie_weights()  # to_empty gives every plain parameter memory of its own
-    for module in model.modules():
-        if "Rotary" in type(module).__name__:
-            skeleton.plain_model._init_weights(module)
+    fill_buffers(model, skeleton.plain_model)
     load_weights(model, skeleton.reads, source)
     if job.use_lora:
         init_adapters(model, job.seed)
@@ -149,17 +157,48 @@ def backward(model: nn.Module, batch: Batch, count: float) -> float:
     return loss.item()
 
 
-def train_alone(job: Job, ranks: int, accumulation: int, norms: list[float] | None, steps: int = STEPS) -> Trace:
+@dataclass(frozen=True)
+class Order:
+    """In which order a live run adds up gradients."""
+
+    shard: int | None = None
+    """Ranks of the shard axis; None: all."""
+    mode: str = "reduce_each"
+    """Accumulation mode."""
+
+
+def _sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Add up gradients in the order given."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = [a + b for a, b in zip(total, part, strict=True)]
+    return total
+
+
+def _combined(grads: list[list[list[torch.Tensor]]], order: Order) -> list[torch.Tensor]:
+    """Sum [rank][micro-batch] gradients as the mesh does: shard ranks first, then replicas."""
+    shard = order.shard or len(grads)
+    if order.mode == "defer_all":
+        grads = [[_sum(micro)] for micro in grads]
+    replicas = [grads[start : start + shard] for start in range(0, len(grads), shard)]
+    reduced = [[_sum([rank[m] for rank in ranks]) for m in range(len(ranks[0]))] for ranks in replicas]
+    if order.mode == "defer_replicate":
+        return _sum([_sum(micro) for micro in reduced])
+    return _sum([_sum([replica[m] for replica in reduced]) for m in range(len(reduced[0]))])
+
+
+def train_alone(
+    job: Job, ranks: int, accumulation: int, norms: list[float] | None, steps: int = STEPS, order: Order | None = None
+) -> Trace:
     """The same steps in one process.
 
     With `norms` (of a live run): rank by rank, adding gradients in the order in which the ranks' reductions do, and
     clipping with those norms, the only quantity whose order of sums differs. Without: one forward over the whole
-    global batch.
+    global batch. `ranks` are data ranks.
     """
     model = one_process_model(job)
     trained = [p for p in model.parameters() if p.requires_grad]
-    plan = make_plan(job, 1)
-    optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate, weight_decay=job.weight_decay)
+    optimizer = build_optimizer(model, _alone(job), learning_rate=job.learning_rate, weight_decay=job.weight_decay)
     layout = ranks if norms is not None else 1
     sources = [_layout(job, rank, layout, accumulation if norms is not None else 1) for rank in range(layout)]
     trace = Trace(losses=[], norms=[], gradients={}, weights={})
@@ -167,29 +206,34 @@ def train_alone(job: Job, ranks: int, accumulation: int, norms: list[float] | No
     for step in range(steps):
         micro = [source.micro_batches(position) for source in sources]
         count = sum(b.trained_tokens for batches in micro for b in batches)
-        total: list[torch.Tensor | None] = [None] * len(trained)
+        grads: list[list[list[torch.Tensor]]] = []
         loss = 0.0
-        for m in range(len(micro[0])):
-            reduced: list[torch.Tensor] | None = None
-            for rank in range(layout):
+        for rank in range(layout):
+            grads.append([])
+            for batch in micro[rank]:
                 for p in trained:
                     p.grad = None
-                loss += backward(model, micro[rank][m], count)
-                mine = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trained]
-                reduced = mine if reduced is None else [a + b for a, b in zip(reduced, mine, strict=True)]
-            total = [r if t is None else t + r for t, r in zip(total, reduced, strict=True)]
-        for p, gradient in zip(trained, total, strict=True):
+                loss += backward(model, batch, count)
+                grads[-1].append([p.grad if p.grad is not None else torch.zeros_like(p) for p in trained])
+        for p, gradient in zip(trained, _combined(grads, order or Order()), strict=True):
             p.grad = gradient
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
         trace.losses.append(loss)
         trace.norms.append(float(norm))
         used = norm if norms is None else torch.tensor(norms[step])
-        torch.nn.utils.clip_grads_with_norm_(trained, job.max_grad_norm, used)
+        if job.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(trained, job.max_grad_norm, used)
         optimizer.step()
         position = sources[0].next_position(position)
     trace.gradients = {base_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     trace.weights = {base_name(n): p.detach().clone() for n, p in model.named_parameters()}
     return trace
+
+
+def _alone(job: Job) -> Plan:
+    """The job's plan in one process: only its optimizer matters."""
+    plain = {name: Job.model_fields[name].default for name in ("fsdp", "mesh", "units", "reduce_scatter", "accumulation")}
+    return make_plan(job.model_copy(update=plain), 1)
 
 
 def _layout(job: Job, rank: int, ranks: int, accumulation: int) -> TrainBatches:

@@ -6,7 +6,7 @@ tested by hiding the attribute that another release lacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,11 +17,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatterComm
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CheckpointWrapper", "checkpoint_wrapper"]
+__all__ = ["CheckpointWrapper", "ReduceScatterComm", "TorchDispatchMode", "checkpoint_wrapper"]
 
 
 class UnsupportedRelease(RuntimeError):
@@ -38,10 +42,30 @@ class UnitFacts:
     """Dtype of the gradient reduction; None: the gradients' own."""
     output_dtype: torch.dtype | None
     """Dtype of the unit's outputs; None: as computed."""
-    reshard_after_forward: bool
-    """Whether gathered weights are freed after forward."""
+    reshard_after_forward: bool | int
+    """Whether gathered weights are freed after forward, or the ranks over which they then stay sharded."""
     sums_gradients: bool
     """Whether gradients are summed over ranks, without a division."""
+    forward_prefetch: tuple[nn.Module, ...]
+    """Units gathered ahead in forward, nearest first."""
+    backward_prefetch: tuple[nn.Module, ...]
+    """The same in backward; the unit itself: none; empty: FSDP2's default, the one before."""
+    gathers_in_background: bool
+    """Whether gathers return before they are done (CPUs)."""
+    reduce_scatter: ReduceScatterComm
+    """The reduce-scatter that it calls."""
+    separate_group: bool
+    """Whether it reduces on a communicator of its own."""
+    reduce_buffers: int
+    """Reduce-scatter inputs in flight (GPUs)."""
+    offloaded: bool
+    """Whether its shards live in host memory."""
+    reduces: bool
+    """Whether the next backward reduces its gradients."""
+    all_reduces: bool
+    """Whether the next backward reduces them over replicas too."""
+    parameters: tuple[nn.Parameter, ...]
+    """Its sharded parameters."""
 
 
 def _param_groups(unit: FSDPModule) -> list[Any]:
@@ -55,19 +79,88 @@ def _param_groups(unit: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def unit_key(unit: FSDPModule) -> int:
+    """Return a number that is equal for two modules exactly when one `fully_shard` call took both."""
+    return id(unit._get_fsdp_state())
+
+
 def unit_facts(unit: FSDPModule) -> UnitFacts | None:
     """Read one `fully_shard` unit back; None when it holds no parameter of its own."""
     groups = _param_groups(unit)
     if not groups:
         return None
-    group = groups[0]
+    group, state = groups[0], unit._get_fsdp_state()
     return UnitFacts(
         param_dtype=group.mp_policy.param_dtype,
         reduce_dtype=group.mp_policy.reduce_dtype,
         output_dtype=group.mp_policy.output_dtype,
-        reshard_after_forward=group.post_forward_mesh_info is not None,
+        reshard_after_forward=_resharding(group),
         sums_gradients=group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms,
+        forward_prefetch=_modules_of(state._states_to_forward_prefetch),
+        backward_prefetch=_modules_of(state._states_to_backward_prefetch),
+        gathers_in_background=group.unshard_async_op,
+        reduce_scatter=group._reduce_scatter_comm,
+        separate_group=getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None,
+        reduce_buffers=getattr(group, "reduce_scatter_max_input_buffers", 1),
+        offloaded=isinstance(group.offload_policy, CPUOffloadPolicy),
+        reduces=group.reduce_grads,
+        all_reduces=group.all_reduce_grads,
+        parameters=tuple(held.sharded_param for held in group.fsdp_params),
     )
+
+
+def _resharding(group: Any) -> bool | int:
+    """True: to the shards; a number: to shards over that many ranks; False: not at all."""
+    after = group.post_forward_mesh_info
+    if after is None or after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size:
+        return after is not None
+    return int(after.shard_mesh_size)
+
+
+def _modules_of(states: Iterable[Any]) -> tuple[nn.Module, ...]:
+    return tuple(state._modules[0] for state in states)
+
+
+def reads_gradients_early(unit: FSDPModule) -> bool:
+    """Whether FSDP2 reads a unit's reduced gradients as soon as the reduce-scatter returns.
+
+    It does where it adds to a gradient that exists, and where a hook waits for the gradient.
+    """
+    shards = [param.sharded_param for group in _param_groups(unit) for param in group.fsdp_params]
+    return any(s.grad is not None or getattr(s, "_post_accumulate_grad_hooks", None) for s in shards)
+
+
+def gather_in_background(root: FSDPModule, enabled: bool) -> None:
+    """Let gathers of a model return at once on CPUs, where there are no streams (`_set_unshard_async_op`)."""
+    if not hasattr(root, "_set_unshard_async_op"):
+        raise UnsupportedRelease(f"torch {torch.__version__}: FSDPModule has no _set_unshard_async_op")
+    root._set_unshard_async_op(enabled)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the backward that is running, as FSDP2's own last step does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+SINCE_2_13 = ("set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group")
+"""Setters of FSDPModule that torch 2.11 and 2.12 lack."""
+
+
+def set_reduce_buffers(root: FSDPModule, buffers: int) -> None:
+    """Set how many reduce-scatter inputs of a model may be in flight on GPUs; 1 is what every release does."""
+    if buffers != 1:
+        _since_2_13(root, SINCE_2_13[0])(buffers)
+
+
+def set_separate_group(root: FSDPModule) -> None:
+    """Let a model reduce on a communicator of its own; collective."""
+    _since_2_13(root, SINCE_2_13[1])(True)
+
+
+def _since_2_13(root: FSDPModule, setter: str) -> Any:
+    if not hasattr(root, setter):
+        raise UnsupportedRelease(f"torch {torch.__version__}: FSDPModule has no {setter}; it came with torch 2.13")
+    return getattr(root, setter)
 
 
 def sum_gradients(unit: FSDPModule) -> None:
@@ -105,6 +198,11 @@ def init_module_buffers(model: nn.Module, module: nn.Module) -> None:
     if initialise is None:
         raise UnsupportedRelease(f"{type(model).__name__} has no _init_weights: is it a transformers model?")
     initialise(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
 
 
 def attention_of(model: nn.Module) -> Any:
@@ -167,3 +265,38 @@ def convert(read: WeightRead, tensors: list[torch.Tensor], model: nn.Module) -> 
         read.converter.add_tensor(read.first_target, key, pattern, tensor)
     converted = read.converter.convert(read.first_target, model=model, config=cast(Any, model).config)
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+Operator = torch._ops.OpOverload
+"""One operator of torch, as dispatch modes and checkpoint policies see it."""
+
+
+def operator_name(operator: Operator) -> str:
+    """Return the name of an operator without its overload, as `aten::mm`."""
+    return str(operator._schema.name)
+
+
+def operator_argument(operator: Operator, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument `name` of a call of an operator, or its default; None when it has no such argument."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group as operators take it: itself, boxed, or its name."""
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    name: str = group if isinstance(group, str) else group.group_name
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement that FSDP2 gives a dim which tensor parallelism has split into `split_factor` parts."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_view_of_parameter(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor looks at a parameter's memory, as the transposed weight that a linear layer saves does."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

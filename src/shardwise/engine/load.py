@@ -13,12 +13,14 @@ from shardwise.engine.adapters import add_adapters, init_adapters
 from shardwise.engine.apply import apply
 from shardwise.engine.buffers import fill_buffers
 from shardwise.engine.dtypes import TORCH_DTYPE
-from shardwise.engine.precision import cast_buffers, store_trained_in_fp32
+from shardwise.engine.precision import cast_buffers, store_trained
 from shardwise.engine.readback import check_live_model
 from shardwise.engine.source import Source, build_on_meta
+from shardwise.engine.unit_table import unit_table
 from shardwise.engine.weights import ReadPlan, load_weights, plan_reads
-from shardwise.spec.job import Dtype, Job
+from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
+from shardwise.spec.strict import Dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,11 @@ def build_skeleton(job: Job, config: Any, stored: Dtype, source: Source | None) 
     Raises:
         BadInput: unknown architecture, targets that match nothing, an incomplete checkpoint.
     """
-    dtype = TORCH_DTYPE[frozen_storage(job, stored) or "fp32"]
+    dtype = TORCH_DTYPE[frozen_storage(job, stored) or job.mixed_precision.storage_dtype]
     plain = build_on_meta(config, attention=job.model.attention, dtype=dtype)
     reads = None if source is None else plan_reads(plain, source)
     model = add_adapters(plain, job) if job.use_lora else plain
-    store_trained_in_fp32(model)
+    store_trained(model, job.mixed_precision.storage_dtype)
     return Skeleton(model=model, plain_model=plain, reads=reads)
 
 
@@ -61,6 +63,7 @@ def load_model(job: Job, plan: Plan, source: Source, mesh: DeviceMesh) -> nn.Mod
     """
     skeleton = build_skeleton(job, source.config, source.dtype, source)
     assert skeleton.reads is not None
+    table = unit_table(skeleton.model, plan)
     apply(skeleton.model, plan, mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     skeleton.model.to_empty(device=device)
@@ -69,5 +72,5 @@ def load_model(job: Job, plan: Plan, source: Source, mesh: DeviceMesh) -> nn.Mod
     if job.use_lora:
         init_adapters(skeleton.model, job.seed)
     cast_buffers(skeleton.model, plan.dtypes)
-    check_live_model(skeleton.model, plan, mesh)
+    check_live_model(skeleton.model, plan, mesh, table)
     return skeleton.model

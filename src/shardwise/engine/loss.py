@@ -1,4 +1,4 @@
-"""The loss: one definition for every layout.
+"""The loss: one definition for every layout and every loss head.
 
 loss = sum of the token losses of the whole global batch / number of its trained tokens, over all ranks and
 micro-batches. A mean of per-rank means would weigh tokens differently wherever label counts differ.
@@ -24,9 +24,9 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         A scalar in fp32; 0 (with zero gradients) when no token is trained.
     """
     vocab = logits.shape[-1]
-    return F.cross_entropy(
-        logits[:, :-1].reshape(-1, vocab).float(),
-        labels[:, 1:].reshape(-1),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+    return summed_cross_entropy(logits[:, :-1].reshape(-1, vocab), labels[:, 1:].reshape(-1))
+
+
+def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tokens of the fp32 cross-entropy of `logits` [tokens, vocab]; targets of -100 count 0."""
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")

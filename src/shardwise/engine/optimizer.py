@@ -1,33 +1,115 @@
-"""AdamW over what trains, and the learning rate of each step."""
+"""The optimizer over what trains, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from shardwise.engine import eight_bit
+from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.resting_state import RestingOptimizer
 from shardwise.spec.plan import Plan
+from shardwise.spec.problems import BadInput, Problem
+
+_UNDECAYED = ("A_log",)
+"""Parameters with two dimensions that are no weights: logarithms of the decay rates of a Mamba state."""
 
 
-def build_optimizer(model: nn.Module, plan: Plan, *, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters of a sharded model; built last, from the sharded parameters.
+def check_optimizer(plan: Plan) -> None:
+    """Refuse a plan whose optimizer cannot be built here; for the time before ranks start.
 
-    Weights of two or more dimensions decay; norms and biases do not.
+    Raises:
+        BadInput: a package is missing, or the 8-bit optimizer is asked for what only the others can.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    if plan.optimizer != "adamw_8bit":
+        return
+    problems = []
+    if not eight_bit.installed():
+        problems.append(
+            Problem(
+                field="optimizer",
+                value="adamw_8bit",
+                reason="needs torchao, which is not installed",
+                allowed="adamw, sgd",
+                fix="pip install 'shardwise[int8]', or set optimizer: adamw",
+            )
+        )
+    if plan.offload.optimizer and not plan.offload.parameters:
+        problems.append(
+            Problem(
+                field="offload.optimizer",
+                value=True,
+                reason="states of adamw_8bit stay on the device: torchao updates them in place",
+                fix="remove it, or set optimizer: adamw",
+            )
+        )
+    if plan.dtypes.optimizer_state != plan.dtypes.trained_storage:
+        stored = plan.dtypes.trained_storage
+        problems.append(
+            Problem(
+                field="optimizer_state_dtype",
+                value=plan.dtypes.optimizer_state,
+                reason=f"adamw_8bit keeps the states that it does not quantise as what trains is stored, in {stored}",
+                fix="remove it, or set optimizer: adamw",
+            )
+        )
+    if problems:
+        raise BadInput(problems)
+
+
+def build_optimizer(
+    model: nn.Module, plan: Plan, *, learning_rate: float, weight_decay: float, momentum: float = 0.0
+) -> torch.optim.Optimizer:
+    """Return the plan's optimizer over what trains of a sharded model; built last, from the sharded parameters.
+
+    Weights decay; norms, biases and other vectors do not (`decays`). `momentum` is for sgd.
+
+    Raises:
+        BadInput: as `check_optimizer`.
+    """
+    check_optimizer(plan)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = {name for name, _ in trained if decays(model, name)}
+    halves = [
+        {"params": [p for name, p in trained if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=learning_rate,
-        fused=plan.optimizer_implementation == "fused",
-        foreach=plan.optimizer_implementation == "foreach",
-    )
+    groups: list[dict[str, Any]] = [group for group in halves if group["params"]]
+    if plan.optimizer == "adamw_8bit":
+        return eight_bit.build(groups, learning_rate)
+    implementation: dict[str, Any] = {
+        "fused": plan.optimizer_implementation == "fused",
+        "foreach": plan.optimizer_implementation == "foreach",
+    }
+    optimizer: torch.optim.Optimizer
+    if plan.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, **implementation)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, **implementation)
+    on_host = plan.offload.optimizer and not plan.offload.parameters
+    # PyTorch has no rule for fused SGD on sharded tensors; a resting optimizer's worker sees plain ones.
+    fused_sgd = plan.optimizer == "sgd" and plan.optimizer_implementation == "fused"
+    if on_host or fused_sgd or plan.dtypes.optimizer_state != plan.dtypes.trained_storage:
+        return RestingOptimizer(optimizer, dtype=TORCH_DTYPE[plan.dtypes.optimizer_state], on_host=on_host)
+    return optimizer
+
+
+def decays(model: nn.Module, name: str) -> bool:
+    """Whether weight decay is for this parameter of `model`: for weights of linear, convolution, embedding and expert
+    layers and LoRA's matrices.
+
+    Not for vectors, whatever they do (biases, scales, gates, sinks), nor for norms and biases that happen to have two
+    dimensions (a norm over heads, a bias of every expert).
+    """
+    owner, _, own_name = name.rpartition(".")
+    module = model.get_submodule(owner)
+    vector = model.get_parameter(name).ndim < 2
+    norm = "norm" in type(module).__name__.lower()
+    return not (vector or norm or "bias" in own_name or own_name in _UNDECAYED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,4 +141,7 @@ class Schedule:
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Give every parameter group this learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate

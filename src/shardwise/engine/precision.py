@@ -8,16 +8,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.spec.plan import Dtypes
+from shardwise.spec.strict import Dtype
 
 
-def store_trained_in_fp32(model: nn.Module) -> None:
-    """Give every trainable parameter fp32 storage; called on the meta device, where nothing is copied."""
+def store_trained(model: nn.Module, dtype: Dtype) -> None:
+    """Give every trainable parameter its storage dtype; called on the meta device, where nothing is copied."""
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+        if parameter.requires_grad and parameter.dtype != TORCH_DTYPE[dtype]:
+            parameter.data = parameter.data.to(TORCH_DTYPE[dtype])
 
 
-def block_policy(dtypes: Dtypes) -> MixedPrecisionPolicy:
+def unit_policy(dtypes: Dtypes) -> MixedPrecisionPolicy:
     """Policy of every unit but the root: outputs stay in the compute dtype, as the next unit expects them."""
     return MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[dtypes.param], reduce_dtype=TORCH_DTYPE[dtypes.reduce])
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.engine.apply import units
 from shardwise.engine.blocks import find_blocks
 from shardwise.engine.checkpointing import is_checkpointed
-from shardwise.engine.compat import CheckpointWrapper, attention_of, unit_facts
+from shardwise.engine.compat import CheckpointWrapper, attention_of, is_compiled
 from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.mesh import data_mesh
 from shardwise.engine.precision import is_rotary
+from shardwise.engine.readback_units import check_units
 from shardwise.spec.plan import Plan
+from shardwise.spec.units import UnitTable
 
 
 class PlanNotHonoured(RuntimeError):
@@ -24,16 +28,23 @@ class PlanNotHonoured(RuntimeError):
         super().__init__("the live model is not what the plan says:\n  " + "\n  ".join(differences))
 
 
-def check_live_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare units, policies, placements, storage dtypes, checkpointing, attention and buffers with the plan.
+def check_live_model(model: nn.Module, plan: Plan, mesh: DeviceMesh, table: UnitTable) -> None:
+    """Compare the live model with the plan: units and their policies, prefetch, reductions, placements, storage dtypes,
+    checkpointing, compilation, attention, buffers.
+
+    Args:
+        model: After `apply`.
+        plan: What was to be applied.
+        mesh: The whole mesh.
+        table: The units, listed before `apply`.
 
     Raises:
         PlanNotHonoured: with every difference found.
     """
     differences = [
-        *_check_units(model, plan),
+        *check_units(model, plan, table, mesh.device_type),
         *_check_parameters(model, plan, mesh),
-        *_check_checkpointing(model, plan),
+        *_check_blocks(model, plan),
         *_check_attention(model, plan),
         *_check_buffers(model, plan),
     ]
@@ -41,39 +52,15 @@ def check_live_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         raise PlanNotHonoured(differences)
 
 
-def _check_units(model: nn.Module, plan: Plan) -> list[str]:
-    differences = []
-    live = units(model)
-    expected = len(find_blocks(model).modules) + 1
-    if len(live) != expected:
-        differences.append(f"units: {len(live)} live, {expected} planned (blocks and root)")
-    names = {id(module): name or "root" for name, module in model.named_modules()}
-    for unit in live:
-        facts, name = unit_facts(unit), names[id(unit)]
-        if facts is None:
-            differences.append(f"unit {name}: holds no parameter")
-            continue
-        is_root = id(unit) == id(model)
-        wanted: list[tuple[str, object, object]] = [
-            ("gradients summed", facts.sums_gradients, True),
-            ("param dtype", facts.param_dtype, TORCH_DTYPE[plan.dtypes.param]),
-            ("reduce dtype", facts.reduce_dtype, TORCH_DTYPE[plan.dtypes.reduce]),
-            ("output dtype", facts.output_dtype, TORCH_DTYPE[plan.dtypes.output] if is_root else None),
-        ]
-        if not is_root:
-            wanted.append(("reshard_after_forward", facts.reshard_after_forward, plan.reshard_after_forward))
-        differences += [f"unit {name}: {what} is {got}, planned {want}" for what, got, want in wanted if got != want]
-    return differences
-
-
 def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> list[str]:
+    over = data_mesh(mesh)
     placements = (Shard(0),) if plan.mesh.replicate == 1 else (Replicate(), Shard(0))
     differences = []
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             differences.append(f"{name}: not sharded, its gradient would never be reduced")
             continue
-        if parameter.device_mesh != mesh or tuple(parameter.placements) != placements:
+        if parameter.device_mesh != over or tuple(parameter.placements) != placements:
             differences.append(
                 f"{name}: placed {parameter.placements} on {parameter.device_mesh}, planned {placements}"
             )
@@ -85,12 +72,13 @@ def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> list[st
     return differences
 
 
-def _check_checkpointing(model: nn.Module, plan: Plan) -> list[str]:
-    return [
-        f"block {index}: checkpointing {'on' if isinstance(block, CheckpointWrapper) else 'off'}, planned the opposite"
-        for index, block in enumerate(find_blocks(model).modules)
-        if isinstance(block, CheckpointWrapper) != is_checkpointed(plan.activation_checkpointing, index)
-    ]
+def _check_blocks(model: nn.Module, plan: Plan) -> Iterator[str]:
+    for index, block in enumerate(find_blocks(model).modules):
+        live, planned = isinstance(block, CheckpointWrapper), is_checkpointed(plan.activation_checkpointing, index)
+        if live != planned:
+            yield f"block {index}: checkpointing {'on' if live else 'off'}, planned the opposite"
+        if is_compiled(block) != plan.compile:
+            yield f"block {index}: compiled is {is_compiled(block)}, planned {plan.compile}"
 
 
 def _check_attention(model: nn.Module, plan: Plan) -> list[str]:

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.engine.dtypes import DTYPE_NAME
-from shardwise.spec.job import Dtype, ModelChoice
+from shardwise.spec.job import ModelChoice
 from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.strict import Dtype
 
 _SAMPLES, _SAMPLE_BYTES = 16, 65536
 _STORED_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 
 from torch import nn
 
-from shardwise.engine.blocks import find_blocks
+from shardwise.engine.apply import reshards
 from shardwise.engine.checkpointing import is_checkpointed
 from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.units import PlannedUnit, plan_units
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import UnitRow, UnitTable
 
 
-def unit_table(model: nn.Module, plan: Plan) -> UnitTable:
-    """Return the units that `apply` will make of a model on the meta device, adapters included: blocks, then root."""
-    blocks = find_blocks(model)
-    in_blocks = {id(p) for p in blocks.modules.parameters()}
-    rows = [
-        _row(
-            f"{_shown(blocks.name)}.{index}",
-            type(block).__name__,
-            block.parameters(),
-            plan,
-            reshards=plan.reshard_after_forward,
-            checkpointed=is_checkpointed(plan.activation_checkpointing, index),
-        )
-        for index, block in enumerate(blocks.modules)
-    ]
-    rest = [p for p in model.parameters() if id(p) not in in_blocks]
-    rows.append(_row("root", "embedding, norm, head", rest, plan, reshards=False, checkpointed=False))
+def unit_table(model: nn.Module, plan: Plan, tensor_dims: Mapping[str, int] | None = None) -> UnitTable:
+    """Return the units that `apply` will make of a model on the meta device, adapters included, in its order.
+
+    Args:
+        model: Not yet sharded.
+        plan: What is decided.
+        tensor_dims: Parameter -> dim that tensor parallelism splits.
+
+    Raises:
+        BadInput: units that cannot be made.
+    """
+    planned = plan_units(model, plan.units)
+    flows = False
+    rows = []
+    for unit in planned:
+        flows = flows or any(p.requires_grad for _, p in unit.parameters)
+        rows.append(_row(unit, plan, tensor_dims or {}, has_backward=flows))
     return UnitTable(rows=tuple(rows))
 
 
-def _shown(name: str) -> str:
-    return name.removeprefix("base_model.model.")
-
-
-def _row(
-    name: str, kind: str, parameters: Iterable[nn.Parameter], plan: Plan, *, reshards: bool, checkpointed: bool
-) -> UnitRow:
-    listed = list(parameters)
-    elements = sum(p.numel() for p in listed)
+def _row(unit: PlannedUnit, plan: Plan, tensor_dims: Mapping[str, int], *, has_backward: bool) -> UnitRow:
+    gathered = padded = reduced = 0
+    by_dtype: dict[str, int] = {}
+    for name, parameter in unit.parameters:
+        shape = list(parameter.shape)
+        if name in tensor_dims:
+            shape[tensor_dims[name]] //= plan.mesh.tensor
+        whole = _padded_elements(shape, plan.mesh.shard)
+        gathered += math.prod(shape)
+        padded += whole
+        reduced += whole if parameter.requires_grad else 0
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel() * parameter.element_size()
+    listed = [p for _, p in unit.parameters]
+    param, reduce = TORCH_DTYPE[plan.dtypes.param], TORCH_DTYPE[plan.dtypes.reduce]
     return UnitRow(
-        name=name,
-        kind=kind,
-        parameters=elements,
+        name=unit.name.replace("base_model.model.", ""),
+        kind=unit.kind,
+        parameters=sum(p.numel() for p in listed),
         trainable=sum(p.numel() for p in listed if p.requires_grad),
-        gathered_bytes=elements * TORCH_DTYPE[plan.dtypes.param].itemsize,
-        stored_bytes=sum(p.numel() * p.element_size() for p in listed),
-        reshard_after_forward=reshards,
-        checkpointed=checkpointed,
+        gathered_bytes=gathered * param.itemsize,
+        stored_bytes=sum(by_dtype.values()),
+        stored_by_dtype=by_dtype,
+        all_gather_bytes=padded * param.itemsize,
+        reduce_scatter_bytes=reduced * reduce.itemsize,
+        reshard_after_forward=reshards(unit, plan),
+        checkpointed=unit.block is not None and is_checkpointed(plan.activation_checkpointing, unit.block),
+        has_backward=has_backward,
     )
+
+
+def _padded_elements(shape: list[int], ranks: int) -> int:
+    """Elements of a tensor whose rows are padded to a multiple of `ranks`, as FSDP2 shards it; a scalar is one row."""
+    rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    return math.ceil(rows / ranks) * ranks * rest
+
+

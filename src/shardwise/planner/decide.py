@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.spec.job import Dtype, Job, StrategyName
-from shardwise.spec.plan import Dtypes, Mesh, Plan
+from shardwise.planner.communication import prefetch, reduce_scatter
+from shardwise.planner.layout import decide_accumulation, decide_mesh, decide_reshard
+from shardwise.spec.job import Job
+from shardwise.spec.layout import OptimizerImplementation, StrategyName
+from shardwise.spec.plan import Dtypes, Plan
 from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.strict import Dtype
 
 RULE_OF_THUMB_PARAMETERS = 13_000_000_000
 """From this size on the rule of thumb shards everything."""
 
 ROWS_PER_RANK = 8
-"""Rows per rank and step when the job names no global batch."""
+"""Rows per data rank and step when the job names no global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,40 +34,52 @@ class Facts:
     """Storage dtype of frozen weights; None when nothing is frozen."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation that the model has when the job names none."""
+    ranks_per_node: int | None = None
+    """Ranks on one node; None: all of them."""
 
 
 def decide(job: Job, facts: Facts) -> Plan:
     """Return the plan of a job.
 
     Raises:
-        BadInput: batch sizes that do not divide, with the sizes that would.
+        BadInput: sizes that do not divide, with the sizes that would; options that cannot hold together.
     """
     reasons: dict[str, str] = {}
     strategy = _strategy(job, facts, reasons)
-    micro_batch, accumulation = _batch(job, facts.world, reasons)
+    mesh = decide_mesh(job, strategy, facts.world, facts.ranks_per_node or facts.world, reasons)
+    micro_batch, accumulation = _batch(job, mesh.data_ranks, reasons)
     precision = job.mixed_precision
-    replicated = strategy == "NO_SHARD"
-    fused = facts.device_type == "cuda" and precision.param_dtype != "fp16"
+    dtypes = Dtypes(
+        frozen_storage=facts.frozen_storage,
+        trained_storage=precision.storage_dtype,
+        optimizer_state=job.optimizer_state_dtype or precision.storage_dtype,
+        param=precision.param_dtype,
+        reduce=precision.reduce_dtype,
+        output=precision.output_dtype,
+        buffer=precision.buffer_dtype,
+        loss_scaling=precision.param_dtype == "fp16",
+    )
     if job.model.attention is None:
         reasons["attention"] = "transformers' choice for this model"
-    reasons["optimizer_implementation"] = "fused kernels on GPUs without loss scaling, foreach elsewhere"
     return Plan(
         strategy=strategy,
-        mesh=Mesh(replicate=facts.world if replicated else 1, shard=1 if replicated else facts.world),
-        reshard_after_forward=strategy != "SHARD_GRAD_OP",
-        dtypes=Dtypes(
-            frozen_storage=facts.frozen_storage,
-            param=precision.param_dtype,
-            reduce=precision.reduce_dtype,
-            output=precision.output_dtype,
-            buffer=precision.buffer_dtype,
-            loss_scaling=precision.param_dtype == "fp16",
-        ),
+        mesh=mesh,
+        reshard_after_forward=decide_reshard(job, strategy, mesh),
+        units=job.units,
+        prefetch=prefetch(job, facts.device_type, reasons),
+        reduce_scatter=reduce_scatter(job, facts.device_type, mesh, dtypes, reasons),
+        dtypes=dtypes,
         activation_checkpointing=job.activation_checkpointing,
+        offload=job.offload,
         attention=job.model.attention or facts.attention,
         micro_batch=micro_batch,
         accumulation_steps=accumulation,
-        optimizer_implementation="fused" if fused else "foreach",
+        accumulation_mode=decide_accumulation(job, mesh),
+        optimizer=job.optimizer,
+        optimizer_implementation=_implementation(job, facts.device_type, reasons),
+        loss_head=job.loss_head,
+        loss_chunk=job.loss_chunk,
+        compile=job.compile,
         reasons=reasons,
     )
 
@@ -72,8 +88,9 @@ def _strategy(job: Job, facts: Facts, reasons: dict[str, str]) -> StrategyName:
     if job.fsdp.strategy != "auto":
         return job.fsdp.strategy
     billions = facts.parameters / 1e9
-    if facts.world == 1:
-        reasons["strategy"] = "auto: one rank, nothing to shard over"
+    ranks = facts.world // job.mesh.tensor
+    if ranks <= 1:
+        reasons["strategy"] = f"auto: {'one rank' if facts.world == 1 else 'one data rank'}, nothing to shard over"
         return "NO_SHARD"
     rule = "rule of thumb, not a prediction of memory or time"
     if facts.parameters >= RULE_OF_THUMB_PARAMETERS:
@@ -84,22 +101,36 @@ def _strategy(job: Job, facts: Facts, reasons: dict[str, str]) -> StrategyName:
     return "SHARD_GRAD_OP"
 
 
-def _batch(job: Job, world: int, reasons: dict[str, str]) -> tuple[int, int]:
+def _implementation(job: Job, device_type: str, reasons: dict[str, str]) -> OptimizerImplementation:
+    if job.optimizer_implementation is not None:
+        return job.optimizer_implementation
+    if job.optimizer == "adamw_8bit":
+        reasons["optimizer_implementation"] = "the 8-bit optimizer has its own"
+        return "foreach"
+    # PyTorch's fused kernel unscales by itself, before clipping could see true gradients.
+    if device_type == "cuda" and job.mixed_precision.param_dtype != "fp16" and not job.offload.parameters:
+        reasons["optimizer_implementation"] = "fused kernels on GPUs without loss scaling"
+        return "fused"
+    reasons["optimizer_implementation"] = "foreach where fused kernels bring nothing"
+    return "foreach"
+
+
+def _batch(job: Job, data_ranks: int, reasons: dict[str, str]) -> tuple[int, int]:
     """Return (micro batch, accumulation steps) of the job's global batch."""
     global_batch = job.global_batch
     if global_batch is None:
-        global_batch = ROWS_PER_RANK * world
+        global_batch = ROWS_PER_RANK * data_ranks
         if job.micro_batch is not None and ROWS_PER_RANK % job.micro_batch:
-            global_batch = job.micro_batch * world
-        reasons["global_batch"] = f"global batch by default: {global_batch // world} rows per rank"
+            global_batch = job.micro_batch * data_ranks
+        reasons["global_batch"] = f"global batch by default: {global_batch // data_ranks} rows per rank"
     micro_batch = job.micro_batch
     if micro_batch is None:
         micro_batch = 1
         reasons["micro_batch"] = "micro batch by default: 1 row, the least memory; raise it when memory allows"
-    unit = world * micro_batch
+    unit = data_ranks * micro_batch
     if global_batch % unit:
         below, above = global_batch // unit * unit, (global_batch // unit + 1) * unit
         near = " or ".join(str(size) for size in (below, above) if size > 0)
-        reason = f"is not a multiple of {world} ranks x micro_batch {micro_batch} = {unit}"
+        reason = f"is not a multiple of {data_ranks} data ranks x micro_batch {micro_batch} = {unit}"
         raise BadInput(Problem(field="global_batch", value=global_batch, reason=reason, fix=f"use {near}"))
     return micro_batch, global_batch // unit

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Dtype = Literal["fp32", "bf16", "fp16"]
-"""Names of the floating dtypes that a configuration may ask for."""
-
-StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-"""PyTorch's names of the sharding strategies that are built."""
-
-PositiveInt = Annotated[int, Field(gt=0)]
-
-
-class Strict(BaseModel):
-    """Base of every configuration model: unknown keys refused, no coercion between types, finite numbers, immutable."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from shardwise.spec.layout import (
+    AccumulationMode,
+    LossHead,
+    MeshChoice,
+    Offload,
+    OptimizerImplementation,
+    OptimizerKind,
+    PrefetchChoice,
+    ReduceScatterChoice,
+    StrategyName,
+    Units,
+)
+from shardwise.spec.strict import Dtype, PositiveInt, Strict
 
 
 class ModelChoice(Strict):
@@ -37,7 +35,8 @@ class ModelChoice(Strict):
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None
     """Attention implementation of transformers; default: its own choice for the model, sdpa where there is one."""
     dtype: Dtype | None = None
-    """Storage dtype of frozen weights; default: the checkpoint's own. What trains is stored in fp32 always."""
+    """Storage dtype of frozen weights; default: the checkpoint's own. What trains is stored in
+    `mixed_precision.storage_dtype`."""
 
 
 class DataChoice(Strict):
@@ -56,8 +55,9 @@ class FsdpChoice(Strict):
 
     strategy: StrategyName | Literal["auto"] = "auto"
     """PyTorch's strategy name, or `auto`: chosen for the model and the method, with the reason printed."""
-    reshard_after_forward: bool | None = None
-    """Free a block's gathered weights after its forward; must agree with the strategy, which sets it by default."""
+    reshard_after_forward: bool | Annotated[int, Field(ge=2)] | None = None
+    """Free a unit's gathered weights after its forward, or (a number) keep them sharded over groups of that many ranks;
+    must agree with the strategy, which sets it by default."""
 
 
 class PrecisionChoice(Strict):
@@ -67,6 +67,8 @@ class PrecisionChoice(Strict):
     """Dtype in which blocks are gathered and computed."""
     reduce_dtype: Dtype = "fp32"
     """Dtype of the gradient reduction."""
+    storage_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which what trains is stored, with its gradients: bf16 halves them and loses small updates."""
     output_dtype: Dtype = "fp32"
     """Dtype of the logits."""
     buffer_dtype: Dtype | None = None
@@ -132,11 +134,17 @@ class Job(Strict):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled decay, on weights of two or more dimensions."""
+    """Decoupled decay (with sgd: added to the gradient), on weights of two or more dimensions."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global gradient norm; null: no clipping (the norm is recorded all the same)."""
-    optimizer: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    optimizer: OptimizerKind = "adamw"
+    """`adamw`, `adamw_8bit` (torchao), or `sgd`."""
+    optimizer_implementation: OptimizerImplementation | None = None
+    """PyTorch's implementation: `fused`, `foreach` or `for_loop`; default: fused on GPUs, foreach elsewhere."""
+    optimizer_state_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype in which optimizer states are kept between steps; default: that of what trains."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of sgd."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of data order, adapter initialisation and dropout."""
 
@@ -144,8 +152,31 @@ class Job(Strict):
     """Sharding: `auto`, a strategy, a list or string of options, or a mapping."""
     mixed_precision: PrecisionChoice = PrecisionChoice()
     """`fp32`, `bf16`, `fp16`, or `{param_dtype, reduce_dtype, output_dtype, buffer_dtype}`."""
-    activation_checkpointing: Literal["none", "full"] | Annotated[str, Field(pattern=r"^every_[1-9]\d*$")] = "none"
-    """Recompute activations in backward: true or `full` for every block, `every_2` for every second one, or false."""
+    activation_checkpointing: (
+        Literal["none", "full", "selective"] | Annotated[str, Field(pattern=r"^every_[1-9]\d*$")]
+    ) = "none"
+    """Recompute activations in backward: true or `full` for every block, `every_2` for every second one, `selective`
+    for all but attention and matrix products, or false."""
+    mesh: MeshChoice = MeshChoice()
+    """`{replicate, shard, tensor, sequence_parallel}`."""
+    units: Units = Units()
+    """`{wrap, embedding, head}`."""
+    prefetch: PrefetchChoice = PrefetchChoice()
+    """`{forward, backward, async_all_gather}`, or one depth for both."""
+    reduce_scatter: ReduceScatterChoice = ReduceScatterChoice()
+    """`{buffers, separate_group, asynchronous}`."""
+    offload: Offload = Offload()
+    """`none`, `optimizer`, `parameters`, `activations`, a list of them, or a mapping."""
+    accumulation: AccumulationMode = "reduce_each"
+    """When gradients of several micro-batches are reduced."""
+    loss_head: LossHead = "eager"
+    """How logits become a loss."""
+    loss_chunk: PositiveInt = 1024
+    """Tokens per piece of a `chunked` loss head."""
+    compile: bool = False
+    """Compile every block with torch.compile."""
+    self_checks: bool = True
+    """Compare ranks while training: steps, norms, adapters' gradients, replicas' weights at checkpoints."""
     cluster: Annotated[str, Field(pattern=r"^(detect|[1-9]\d*xcpu)$")] = "detect"
     """Where it runs: `detect` (all GPUs of this machine, else 2 CPU processes), or `<n>xcpu`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shardwise.spec.job import Strict
+from shardwise.spec.strict import Strict
 
 
 class UnitRow(Strict):
@@ -20,13 +20,27 @@ class UnitRow(Strict):
     trainable: int
     """Elements of those that are trained."""
     gathered_bytes: int
-    """Bytes of the whole unit in the dtype in which it is gathered."""
+    """Bytes of the whole unit in the dtype in which it is gathered, on one rank of a tensor group."""
     stored_bytes: int
     """Bytes of all its shards together."""
-    reshard_after_forward: bool
-    """Its gathered weights are freed after forward and gathered again in backward."""
+    stored_by_dtype: dict[str, int]
+    """The same by storage dtype."""
+    all_gather_bytes: int
+    """Bytes of the buffer that an all-gather over the shard axis fills: rows padded to a multiple of its ranks."""
+    reduce_scatter_bytes: int
+    """Bytes of the buffer of gradients that a reduce-scatter takes, padded in the same way; 0: nothing is trained."""
+    reshard_after_forward: bool | int
+    """Its gathered weights are freed after forward and gathered again in backward; a number: kept sharded over so many
+    ranks."""
     checkpointed: bool
     """Its activations are recomputed in backward."""
+    has_backward: bool = True
+    """Whether a gradient flows into it: not into frozen modules before the first trained one."""
+
+    @property
+    def largest_buffer_bytes(self) -> int:
+        """Bytes of the largest contiguous buffer that it needs."""
+        return max(self.all_gather_bytes, self.reduce_scatter_bytes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.data.rows import Rows
 from shardwise.report.terminal import bytes_text
-from shardwise.spec.job import Dtype
+from shardwise.spec.strict import Dtype
 from shardwise.state.export import Exported, export_adapter, export_merged
 from shardwise.state.probe import probe_logits
 from shardwise.state.verify import Verification, verify_export

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.data.loader import HeldOutBatches, TrainBatches, pad_token_id
 from shardwise.data.prepared import Rows
 from shardwise.engine.load import load_model
-from shardwise.engine.mesh import build_mesh
+from shardwise.engine.mesh import build_mesh, data_rank
 from shardwise.engine.optimizer import Schedule, build_optimizer, set_learning_rate
 from shardwise.engine.scaler import build_scaler
 from shardwise.engine.source import Source, open_source
@@ -100,12 +100,13 @@ def start(folder: RunFolder, *, device: torch.device, stop: StopSignal, say: Cal
     """
     job, plan, info = folder.read_job(), folder.read_plan(), folder.read_info()
     rank = dist.get_rank()
-    torch.manual_seed(job.seed * 100_003 + rank)
+    place = data_rank(plan.mesh, rank)
+    torch.manual_seed(job.seed * 100_003 + place)
     source = open_source(job.model)
-    model = load_model(job, plan, source, build_mesh(plan, device.type))
+    model = load_model(job, plan, source, build_mesh(plan.mesh, device.type))
     optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate or 0.0, weight_decay=job.weight_decay)
     pad_id = pad_token_id(source.tokenizer())
-    share = {"rank": rank, "data_ranks": info.world, "pad_id": pad_id}
+    share = {"rank": place, "data_ranks": plan.mesh.data_ranks, "pad_id": pad_id}
     held_out_rows = HELD_OUT_PER_TRAINED * plan.micro_batch
     held_out_file = folder.data / "held_out.arrow"
     training = Training(
@@ -171,6 +172,7 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
         result = training_step(
             training.model,
             training.batches.micro_batches(training.samples_seen),
+            plan=training.plan,
             optimizer=training.optimizer,
             scaler=training.scaler,
             max_grad_norm=job.max_grad_norm,

@@ -11,8 +11,10 @@ from torch import nn
 
 from shardwise.data.loader import Batch
 from shardwise.engine import scaler as scaling
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.clip import clip_gradients
 from shardwise.engine.loss import token_loss_sum
+from shardwise.spec.plan import Mesh, Plan
 from shardwise.state import random_state
 from shardwise.train.signals import StopSignal
 
@@ -46,6 +48,11 @@ def global_sum(values: Sequence[int | float], device: torch.device) -> list[floa
     return [float(value) for value in total.tolist()]
 
 
+def data_sum(values: Sequence[int | float], mesh: Mesh, device: torch.device) -> list[float]:
+    """Return the sums over all data ranks: ranks of one tensor group saw the same rows and count once."""
+    return [value / mesh.tensor for value in global_sum(values, device)]
+
+
 def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the model's logits [rows, length, vocab] for a batch."""
     logits: torch.Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
@@ -56,6 +63,7 @@ def training_step(
     model: nn.Module,
     micro_batches: Sequence[Batch],
     *,
+    plan: Plan,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     max_grad_norm: float | None,
@@ -67,32 +75,36 @@ def training_step(
     With `stop`, ranks agree before each further micro-batch whether to go on; when asked to stop they give the step up,
     leave weights, optimizer and random state as they were before it, and get None.
 
-    Gradients are reduced after each micro-batch and added up as shards. The count of trained tokens is known before the
-    first forward, so every micro-batch's loss is already its share of the global mean.
+    The count of trained tokens is known before the first forward, so every micro-batch's loss is already its share of
+    the global mean, whenever gradients are reduced.
 
     Raises:
         TrainingFailed: no token is trained, or loss or gradients are not finite (fp16 overflow excepted).
     """
     generators = random_state.capture() if stop is not None else None
-    trained, inputs = global_sum(
-        [sum(b.trained_tokens for b in micro_batches), sum(b.tokens for b in micro_batches)], device
+    trained, inputs = data_sum(
+        [sum(b.trained_tokens for b in micro_batches), sum(b.tokens for b in micro_batches)], plan.mesh, device
     )
     if trained == 0:
         raise TrainingFailed("a global batch has no token to learn")
     optimizer.zero_grad(set_to_none=True)
+    accumulation = Accumulation(model, plan, len(micro_batches))
     local_loss = torch.zeros((), device=device)
     for number, batch in enumerate(micro_batches):
         if number > 0 and stop is not None and generators is not None and stop.agreed(device):
+            accumulation.abandon()
             optimizer.zero_grad(set_to_none=True)
             random_state.restore(generators)
             return None
         batch = batch.to(device)
+        accumulation.before(number)
         loss = token_loss_sum(logits_of(model, batch), batch.labels) / trained
         torch.autograd.backward(scaler.scale(loss))
+        accumulation.after(number)
         local_loss += loss.detach()
     scaling.unscale(scaler, optimizer)
     norm = float(clip_gradients(model.parameters(), max_grad_norm))
-    (loss_value,) = global_sum([float(local_loss)], device)
+    (loss_value,) = data_sum([float(local_loss)], plan.mesh, device)
     if not scaler.is_enabled() and not (_finite(norm) and _finite(loss_value)):
         raise TrainingFailed(f"loss {loss_value} and gradient norm {norm} are not finite")
     skipped = scaling.step(scaler, optimizer)

@@ -1,0 +1,1 @@
+"""Trying things before they cost cluster time: hosts with a slow link on one machine."""
