@@ -6,24 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planner.decide import Facts, decide
-from shardwise.spec.job import Job
+from planner.planning import facts, job
+from shardwise.planner.decide import decide
 from shardwise.spec.problems import BadInput
-
-
-def _job(**fields):
-    return Job.model_validate({"model": {"path": "m"}, "data": {"path": "d.jsonl"}, **fields})
-
-
-def _facts(**fields):
-    given = {
-        "world": 8,
-        "device_type": "cuda",
-        "parameters": 7_000_000_000,
-        "frozen_storage": None,
-        "attention": "sdpa",
-    }
-    return Facts(**{**given, **fields})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +22,7 @@ def _facts(**fields):
     ],
 )
 def test_auto_follows_the_rule_of_thumb_and_says_so(parameters, world, strategy, mesh):
-    plan = decide(_job(), _facts(parameters=parameters, world=world))
+    plan = decide(job(), facts(parameters=parameters, world=world))
     assert (plan.strategy, (plan.mesh.replicate, plan.mesh.shard)) == (strategy, mesh)
     assert plan.reasons["strategy"].startswith("auto: ")
     assert world == 1 or "rule of thumb" in plan.reasons["strategy"]
@@ -48,7 +33,7 @@ def test_auto_follows_the_rule_of_thumb_and_says_so(parameters, world, strategy,
     [("FULL_SHARD", (1, 8), True), ("SHARD_GRAD_OP", (1, 8), False), ("NO_SHARD", (8, 1), True)],
 )
 def test_a_named_strategy_is_obeyed(strategy, mesh, reshard):
-    plan = decide(_job(fsdp={"strategy": strategy}), _facts(parameters=70_000_000_000))
+    plan = decide(job(fsdp={"strategy": strategy}), facts(parameters=70_000_000_000))
     assert plan.strategy == strategy
     assert (plan.mesh.replicate, plan.mesh.shard) == mesh
     assert plan.reshard_after_forward is reshard
@@ -56,34 +41,34 @@ def test_a_named_strategy_is_obeyed(strategy, mesh, reshard):
 
 
 def test_fp16_scales_the_loss_and_keeps_the_reduction_in_fp32():
-    plan = decide(_job(mixed_precision={"param_dtype": "fp16"}), _facts())
+    plan = decide(job(mixed_precision={"param_dtype": "fp16"}), facts())
     assert plan.dtypes.loss_scaling
     assert (plan.dtypes.param, plan.dtypes.reduce, plan.dtypes.output) == ("fp16", "fp32", "fp32")
-    assert not decide(_job(mixed_precision={"param_dtype": "bf16"}), _facts()).dtypes.loss_scaling
+    assert not decide(job(mixed_precision={"param_dtype": "bf16"}), facts()).dtypes.loss_scaling
 
 
 @given(world=st.integers(1, 64), micro=st.none() | st.integers(1, 12), batch=st.none() | st.integers(1, 800))
 def test_the_global_batch_is_kept_or_refused(world, micro, batch):
-    job = _job(micro_batch=micro, global_batch=batch, fsdp={"strategy": "FULL_SHARD"})
+    wanted = job(micro_batch=micro, global_batch=batch, fsdp={"strategy": "FULL_SHARD"})
     if batch is not None and batch % (world * (micro or 1)):
         with pytest.raises(BadInput, match="use "):
-            decide(job, _facts(world=world))
+            decide(wanted, facts(world=world))
         return
-    plan = decide(job, _facts(world=world))
+    plan = decide(wanted, facts(world=world))
     assert plan.micro_batch == (micro or 1)
     assert plan.global_batch == plan.micro_batch * plan.accumulation_steps * world
     assert batch is None or plan.global_batch == batch
 
 
 def test_sizes_that_would_do_are_named():
-    words = r"global_batch: 30: is not a multiple of 8 ranks x micro_batch 2 = 16; use 16 or 32"
+    words = r"global_batch: 30: is not a multiple of 8 data ranks x micro_batch 2 = 16; use 16 or 32"
     with pytest.raises(BadInput, match=words):
-        decide(_job(global_batch=30, micro_batch=2), _facts())
+        decide(job(global_batch=30, micro_batch=2), facts())
 
 
 def test_the_fingerprint_follows_decisions_not_reasons():
-    named = decide(_job(fsdp={"strategy": "SHARD_GRAD_OP"}), _facts())
-    auto = decide(_job(), _facts())
+    named = decide(job(fsdp={"strategy": "SHARD_GRAD_OP"}), facts())
+    auto = decide(job(), facts())
     assert named.fingerprint() == auto.fingerprint()
-    other = decide(_job(activation_checkpointing="full"), _facts())
+    other = decide(job(activation_checkpointing="full"), facts())
     assert other.fingerprint() != auto.fingerprint()

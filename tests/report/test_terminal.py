@@ -7,8 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from shardwise.report.plan_words import OTHER_NAMES
 from shardwise.report.terminal import bytes_text, print_plan, problems_text
 from shardwise.spec.job import Job
+from shardwise.spec.layout import Offload, Prefetch, ReduceScatter, Units
 from shardwise.spec.plan import Dtypes, Mesh, Plan
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.reader import read_job_dict
@@ -27,6 +29,8 @@ def a_plan(**changes) -> Plan:
         "strategy": "FULL_SHARD",
         "mesh": Mesh(shard=2),
         "reshard_after_forward": True,
+        "prefetch": Prefetch(forward=1, backward=1, async_all_gather=True),
+        "reduce_scatter": ReduceScatter(buffers=2, separate_group=False, asynchronous=True),
         "dtypes": DTYPES,
         "activation_checkpointing": "full",
         "attention": "sdpa",
@@ -43,6 +47,9 @@ def a_table(prefix: str = "") -> UnitTable:
         "trainable": 4_423_680,
         "gathered_bytes": 404_766_720,
         "stored_bytes": 2**29,
+        "stored_by_dtype": {"bfloat16": 2**29},
+        "all_gather_bytes": 404_766_720,
+        "reduce_scatter_bytes": 17_694_720,
         "reshard_after_forward": True,
         "checkpointed": True,
     }
@@ -76,45 +83,132 @@ def test_the_plan_in_words():
         "adamw, foreach implementation",
         "sdpa",
         "buffers        as loaded",
+        "prefetch       1 ahead in forward, 1 in backward, gathers in the background",
+        "reductions     in the background, 2 in flight",
+        "other names    ZERO3: weights, gradients and optimizer states are sharded",
         a_plan().fingerprint(),
     ):
         assert words in text
 
 
+def _with(part: str, **changes) -> dict[str, object]:
+    return {part: getattr(a_plan(), part).model_copy(update=changes)}
+
+
+CHANGES: dict[str, list[dict[str, object]]] = {
+    "strategy": [{"strategy": name} for name in OTHER_NAMES if name != "FULL_SHARD"],
+    "mesh.replicate": [_with("mesh", replicate=2)],
+    "mesh.shard": [_with("mesh", shard=4)],
+    "mesh.tensor": [_with("mesh", tensor=2)],
+    "mesh.sequence_parallel": [_with("mesh", sequence_parallel=True)],
+    "reshard_after_forward": [{"reshard_after_forward": value} for value in (False, 2, 4)],
+    "units.wrap": [_with("units", wrap=("LlamaMLP",)), _with("units", wrap=("LlamaMLP", "LlamaAttention"))],
+    "units.embedding": [_with("units", embedding="own")],
+    "units.head": [_with("units", head="own")],
+    "prefetch.forward": [_with("prefetch", forward=0), _with("prefetch", forward=3)],
+    "prefetch.backward": [_with("prefetch", backward=0), _with("prefetch", backward=3)],
+    "prefetch.async_all_gather": [_with("prefetch", async_all_gather=False)],
+    "reduce_scatter.buffers": [_with("reduce_scatter", buffers=3)],
+    "reduce_scatter.separate_group": [_with("reduce_scatter", separate_group=True)],
+    "reduce_scatter.asynchronous": [
+        _with("reduce_scatter", asynchronous=False),
+        _with("reduce_scatter", asynchronous=False, buffers=1),
+    ],
+    "dtypes.frozen_storage": [_with("dtypes", frozen_storage=value) for value in (None, "checkpoint", "fp32")],
+    "dtypes.trained_storage": [_with("dtypes", trained_storage="bf16")],
+    "dtypes.optimizer_state": [_with("dtypes", optimizer_state="bf16")],
+    "dtypes.param": [_with("dtypes", param="bf16")],
+    "dtypes.reduce": [_with("dtypes", reduce="bf16")],
+    "dtypes.output": [_with("dtypes", output="bf16")],
+    "dtypes.buffer": [_with("dtypes", buffer="bf16")],
+    "dtypes.loss_scaling": [_with("dtypes", loss_scaling=False)],
+    "activation_checkpointing": [{"activation_checkpointing": value} for value in ("none", "selective", "every_2")],
+    "offload.optimizer": [_with("offload", optimizer=True)],
+    "offload.parameters": [_with("offload", parameters=True)],
+    "offload.activations": [_with("offload", activations=True)],
+    "attention": [{"attention": "eager"}],
+    "micro_batch": [{"micro_batch": 1}],
+    "accumulation_steps": [{"accumulation_steps": 1}],
+    "accumulation_mode": [{"accumulation_mode": value} for value in ("defer_all", "defer_replicate")],
+    "optimizer": [{"optimizer": value} for value in ("adamw_8bit", "sgd")],
+    "optimizer_implementation": [{"optimizer_implementation": value} for value in ("fused", "for_loop")],
+    "loss_head": [{"loss_head": value} for value in ("chunked", "fused")],
+    "loss_chunk": [{"loss_head": "chunked", "loss_chunk": 64}, {"loss_head": "chunked", "loss_chunk": 65}],
+    "compile": [{"compile": True}],
+}
+"""Field of a Plan -> changes of it; each must print something that no other does."""
+
+
+def _decided(plan: Plan) -> str:
+    return printed(plan, a_job()).replace(plan.fingerprint(), "")
+
+
+def test_every_field_of_a_plan_has_a_change_below():
+    leaves = set()
+    for name, info in Plan.model_fields.items():
+        inner = getattr(info.annotation, "model_fields", None)
+        leaves |= {f"{name}.{leaf}" for leaf in inner} if inner else {name}
+    assert leaves - {"reasons"} == set(CHANGES)
+
+
+def test_every_decision_shows():
+    texts = {"": _decided(a_plan())}
+    for field, changes in CHANGES.items():
+        for change in changes:
+            texts[f"{field} {change}"] = _decided(a_plan(**change))
+    assert len(set(texts.values())) == len(texts)
+
+
+def test_what_is_off_takes_no_line():
+    text = printed(a_plan(), a_job())
+    for word in ("offload", "compile", "units", "tensor", "sequence", "communicator"):
+        assert word not in text
+    assert a_plan().offload == Offload()
+    assert a_plan().units == Units()
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "strategy", "mesh", "words"),
     [
-        {"strategy": "NO_SHARD", "mesh": Mesh(replicate=2)},
-        {"reshard_after_forward": False},
-        {"activation_checkpointing": "none"},
-        {"activation_checkpointing": "every_2"},
-        {"attention": "eager"},
-        {"micro_batch": 1},
-        {"accumulation_steps": 1},
-        {"optimizer_implementation": "fused"},
-        *(
-            {"dtypes": DTYPES.model_copy(update=change)}
-            for change in (
-                {"frozen_storage": None},
-                {"frozen_storage": "checkpoint"},
-                {"param": "bf16"},
-                {"reduce": "bf16"},
-                {"output": "bf16"},
-                {"buffer": "bf16"},
-                {"loss_scaling": False},
-            )
-        ),
+        ("DDP", "NO_SHARD", Mesh(replicate=2), "NO_SHARD = replicate 2 x shard 1, reshard_after_forward true"),
+        ("ZERO2", "SHARD_GRAD_OP", Mesh(shard=2), "SHARD_GRAD_OP = replicate 1 x shard 2, reshard_after_forward false"),
+        ("ZERO3", "FULL_SHARD", Mesh(shard=2), "FULL_SHARD = replicate 1 x shard 2, reshard_after_forward true"),
+        ("HSDP", "HYBRID_SHARD", Mesh(replicate=2, shard=4), "HYBRID_SHARD = replicate 2 x shard 4"),
     ],
 )
-def test_every_decision_shows(changes):
-    def without_fingerprint(plan: Plan) -> str:
-        return printed(plan, a_job()).replace(plan.fingerprint(), "")
+def test_what_other_names_become(name, strategy, mesh, words):
+    assert a_job(fsdp=name).fsdp.strategy == strategy
+    text = printed(a_plan(strategy=strategy, mesh=mesh, reshard_after_forward=strategy != "SHARD_GRAD_OP"), a_job())
+    assert words in " ".join(text.split())
+    assert f"other names    {name}" in text
 
-    assert without_fingerprint(a_plan(**changes)) != without_fingerprint(a_plan())
+
+def test_more_words():
+    plan = a_plan(
+        mesh=Mesh(shard=2, tensor=2, sequence_parallel=True),
+        reshard_after_forward=True,
+        units=Units(wrap=("LlamaMLP",), head="own"),
+        offload=Offload(optimizer=True, parameters=True),
+        optimizer="sgd",
+        loss_head="chunked",
+        reasons={"prefetch.forward": "1: because", "reduce_scatter.asynchronous": "off: because"},
+    )
+    text = " ".join(printed(plan, a_job(optimizer="sgd", momentum=0.9), width=200).split())
+    for words in (
+        "replicate 1 x shard 2 x tensor 2 with sequence parallel norms",
+        "global batch 8 = 2 rows x 2 data ranks x 2 accumulation",
+        "units LlamaMLP; embedding in the root unit, head in a unit of its own",
+        "offload parameters with their gradients, optimizer states in host memory",
+        "sgd with momentum 0.9, foreach implementation",
+        "chunked: from the logits of 1024 tokens at a time",
+        "forward 1: because",
+        "asynchronous off: because",
+    ):
+        assert words in text
 
 
 def test_every_reason_shows_once():
-    fields = [*Plan.model_fields, "global_batch", "something_new"]
+    fields = [*Plan.model_fields, "global_batch", "prefetch.forward", "reduce_scatter.asynchronous", "something_new"]
     reasons = {field: f"because-{field}-." for field in fields}
     text = printed(a_plan(reasons=reasons), a_job())
     for field in fields:
@@ -135,6 +229,14 @@ def test_the_unit_table():
     ):
         assert words in text
     assert "one rank stores all of 16.50 GiB" in printed(a_plan(mesh=Mesh(replicate=2)), a_job(), a_table())
+
+
+def test_unit_table_of_other_layouts():
+    table = a_table()
+    rows = [row.model_copy(update={"reshard_after_forward": row.reshard_after_forward and 2}) for row in table.rows]
+    text = printed(a_plan(mesh=Mesh(shard=4, tensor=2)), a_job(), UnitTable(rows=tuple(rows)))
+    assert "F: kept in groups of 2 ranks after forward" in text
+    assert "one rank stores at most 1/4 of 16.50 GiB = 4.12 GiB" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 132])

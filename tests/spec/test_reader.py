@@ -19,9 +19,20 @@ from shardwise.spec.job import (
     Job,
     ModelChoice,
     PrecisionChoice,
-    StrategyName,
 )
 from shardwise.spec.keys import FOREIGN, OTHER_NAMES
+from shardwise.spec.layout import (
+    AccumulationMode,
+    LossHead,
+    MeshChoice,
+    Offload,
+    OptimizerImplementation,
+    OptimizerKind,
+    PrefetchChoice,
+    ReduceScatterChoice,
+    StrategyName,
+    Units,
+)
 from shardwise.spec.problems import BadInput
 from shardwise.spec.reader import job_to_yaml, read_job, read_job_dict
 from shardwise.spec.wording import FIELDS, SECTIONS
@@ -70,12 +81,62 @@ def test_the_article_alone_lacks_model_and_data():
 _names = st.text(min_size=1, max_size=12).filter(lambda text: text.strip() and "\0" not in text)
 _positive = st.integers(1, 10**9)
 _fractions = st.floats(0.001, 0.999)
+_places = st.sampled_from(["own", "root"])
+_depths = st.none() | st.integers(0, 9)
+
+
+@st.composite
+def _layouts(draw: st.DrawFn, strategy: str) -> dict[str, object]:
+    """Fields of the layout that may stand beside a strategy."""
+    sizes, flags = st.none() | st.integers(1, 64), st.booleans()
+    tensor = draw(st.integers(1, 4))
+    parameters = draw(flags)
+    head = draw(st.sampled_from(get_args(LossHead)))
+    modes = get_args(AccumulationMode) if strategy in ("HYBRID_SHARD", "auto", "NO_SHARD") else ("reduce_each",)
+    mode = draw(st.sampled_from(modes))
+    return {
+        "mesh": MeshChoice(
+            replicate=draw(st.just(1) if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") else st.none() | st.just(8)),
+            shard=draw(st.none() | st.just(1) if strategy == "NO_SHARD" else sizes),
+            tensor=tensor,
+            sequence_parallel=tensor > 1 and draw(flags),
+        ),
+        "units": Units(wrap=tuple(draw(st.lists(_names, max_size=2))), embedding=draw(_places), head=draw(_places)),
+        "prefetch": PrefetchChoice(
+            forward=draw(_depths), backward=draw(_depths), async_all_gather=draw(st.none() | flags)
+        ),
+        "reduce_scatter": ReduceScatterChoice(
+            buffers=draw(sizes), separate_group=draw(flags), asynchronous=draw(st.none() | flags)
+        ),
+        "offload": Offload(optimizer=parameters or draw(flags), parameters=parameters, activations=draw(flags)),
+        "accumulation": mode,
+        "loss_head": head,
+        "loss_chunk": draw(_positive) if head == "chunked" else 1024,
+        "compile": draw(flags),
+        "self_checks": draw(flags),
+    }
+
+
+@st.composite
+def _optimizers(draw: st.DrawFn) -> dict[str, object]:
+    """An optimizer with the options that it has."""
+    optimizer = draw(st.sampled_from(get_args(OptimizerKind)))
+    momentum = draw(_fractions) if optimizer == "sgd" and draw(st.booleans()) else 0.0
+    keeps_states = optimizer == "adamw" or momentum > 0
+    implementations = st.none() | st.sampled_from(get_args(OptimizerImplementation))
+    return {
+        "optimizer": optimizer,
+        "momentum": momentum,
+        "optimizer_state_dtype": draw(st.sampled_from([None, "fp32", "bf16"])) if keeps_states else None,
+        "optimizer_implementation": None if optimizer == "adamw_8bit" else draw(implementations),
+    }
 
 
 @st.composite
 def _jobs(draw: st.DrawFn) -> Job:
     strategy = draw(st.sampled_from([*get_args(StrategyName), "auto"]))
-    reshard = {"FULL_SHARD": [None, True], "SHARD_GRAD_OP": [None, False], "NO_SHARD": [None]}
+    freeing, keeping = [None, True, 2], [None, False]
+    reshard = {"FULL_SHARD": freeing, "SHARD_GRAD_OP": keeping, "HYBRID_SHARD": freeing, "HYBRID_SHARD_ZERO2": keeping}
     dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
     steps, epochs = draw(st.sampled_from([(None, None), (5, None), (None, 0.5)]))
     micro = draw(_positive)
@@ -91,14 +152,24 @@ def _jobs(draw: st.DrawFn) -> Job:
         "warmup_steps": draw(st.integers(0, 5)),
         "max_grad_norm": draw(st.none() | st.floats(0.1, 10)),
         "fsdp": FsdpChoice(
-            strategy=strategy, reshard_after_forward=draw(st.sampled_from(reshard.get(strategy, [None, True, False])))
+            strategy=strategy,
+            reshard_after_forward=draw(
+                st.sampled_from([None] if strategy == "NO_SHARD" else reshard.get(strategy, freeing))
+            ),
         ),
-        "mixed_precision": PrecisionChoice(param_dtype=draw(dtypes), buffer_dtype=draw(st.none() | dtypes)),
-        "activation_checkpointing": draw(st.sampled_from(["none", "full", "every_3"])),
+        "mixed_precision": PrecisionChoice(
+            param_dtype=draw(dtypes),
+            storage_dtype=draw(st.sampled_from(["fp32", "bf16"])),
+            buffer_dtype=draw(st.none() | dtypes),
+        ),
+        "activation_checkpointing": draw(st.sampled_from(["none", "full", "selective", "every_3"])),
         "checkpoint": CheckpointChoice(every=draw(st.integers(0, 99)), keep=draw(_positive)),
         "resume": draw(_names),
         "sample": draw(st.none() | _names),
     }
+    values |= draw(_layouts(strategy)) | draw(_optimizers())
+    if values["optimizer"] == "adamw_8bit" and not values["offload"].parameters:
+        values["offload"] = values["offload"].model_copy(update={"optimizer": False})
     if draw(st.booleans()):
         model = values["model"].model_copy(update={"dtype": draw(st.none() | dtypes)})
         values |= {
@@ -130,7 +201,27 @@ _known = st.sampled_from(
     [*FIELDS, *SECTIONS, *OTHER_NAMES, *not_built.KEYS, *FOREIGN, "train", "path", "every", "strategy", "param_dtype"]
 )
 _words = st.sampled_from(
-    ["full_shard", "zero3", "offload", "fp16", "bf16", "none", "auto", "yes", "every_2", "cosine", "8xA10", "2xcpu", ""]
+    [
+        "full_shard",
+        "zero3",
+        "offload",
+        "hsdp",
+        "backward_pre",
+        "parameters",
+        "defer_replicate",
+        "chunked",
+        "sgd",
+        "fp16",
+        "bf16",
+        "none",
+        "auto",
+        "yes",
+        "every_2",
+        "cosine",
+        "8xA10",
+        "2xcpu",
+        "",
+    ]
 )
 _leaves = (
     st.none() | st.booleans() | st.integers() | st.integers(0, 9) | st.floats() | _words | st.text(max_size=8)

@@ -96,8 +96,7 @@ BF16 = PrecisionChoice(param_dtype="bf16")
         ("optim: adamw_torch", "optimizer", "adamw"),
         ("sample: no", "sample", "no"),
         ("cluster: 4xcpu", "cluster", "4xcpu"),
-        ("offload: none\ncompile: false\nquantization: none\nloss_head: eager\naccumulation: reduce_each\nmesh:\n"
-         "packing: false\nplan: null\non_oom: none", "steps", None),
+        ("quantization: none\npacking: false\nplan: null\non_oom: none", "steps", None),
     ],
 )  # fmt: skip
 def test_spellings(text, field, value):

@@ -12,6 +12,9 @@ def row(name: str, **changes) -> UnitRow:
         "trainable": 10,
         "gathered_bytes": 200,
         "stored_bytes": 400,
+        "stored_by_dtype": {"float32": 400},
+        "all_gather_bytes": 200,
+        "reduce_scatter_bytes": 40,
         "reshard_after_forward": True,
         "checkpointed": True,
     }

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import yaml
 
-from shardwise.spec.job import Job, Strict
+from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.strict import Strict
 from shardwise.spec.units import UnitTable
 
 State = Literal["prepared", "running", "stopped", "finished", "unverified", "failed"]

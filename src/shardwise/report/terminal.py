@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
+from shardwise.report.plan_words import decisions
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
@@ -63,17 +64,19 @@ def print_plan(console: Console, plan: Plan, job: Job, units: UnitTable | None =
         _print_row(console, label, value)
     console.print()
     told: set[str] = set()
-    for label, value, fields in _decisions(plan):
+    for label, value, fields in decisions(plan, job):
         _print_row(console, label, value)
         told.update(fields)
         for field in fields:
-            _print_row(console, "", plan.reasons.get(field, ""), style="dim")
+            if field in plan.reasons:
+                part = field.rpartition(".")[2] + " " if "." in field else ""
+                _print_row(console, "", part + plan.reasons[field], style="dim")
     for field, reason in plan.reasons.items():
         if field not in told:
             _print_row(console, field, reason, style="dim")
     _print_row(console, "fingerprint", plan.fingerprint())
     if units is not None and units.rows:
-        print_units(console, units, ranks=plan.mesh.shard)
+        print_units(console, units, ranks=plan.mesh.shard, tensor=plan.mesh.tensor)
 
 
 def _print_row(console: Console, label: str, value: str, *, style: str = "") -> None:
@@ -103,49 +106,15 @@ def _head(job: Job, device_note: str) -> Iterator[tuple[str, str]]:
         yield "runs on", device_note
 
 
-def _decisions(plan: Plan) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield (label, words, plan fields that they tell) for every decision."""
-    mesh, dtypes = plan.mesh, plan.dtypes
-    reshard = f"reshard_after_forward {str(plan.reshard_after_forward).lower()}"
-    layout = f"replicate {mesh.replicate} x shard {mesh.shard}"
-    yield "strategy", f"{plan.strategy} = {layout}, {reshard}", ("strategy", "mesh", "reshard_after_forward")
-    stored = "nothing" if dtypes.frozen_storage is None else _stored_in(dtypes.frozen_storage)
-    yield "stored", f"trained weights {dtypes.trained_storage}, frozen weights {stored}", ()
-    scaling = "with dynamic loss scaling" if dtypes.loss_scaling else "without loss scaling"
-    yield "computed", f"param {dtypes.param}, reduce {dtypes.reduce}, output {dtypes.output}, {scaling}", ()
-    yield "buffers", dtypes.buffer or "as loaded", ("dtypes",)
-    yield "batch", _batch(plan), ("global_batch", "micro_batch", "accumulation_steps")
-    yield "gradients", _ACCUMULATION[plan.accumulation_mode], ("accumulation_mode",)
-    yield "checkpointing", _checkpointing(plan.activation_checkpointing), ("activation_checkpointing",)
-    yield "attention", plan.attention, ("attention",)
-    yield "loss", _LOSS_HEAD[plan.loss_head], ("loss_head",)
-    optimizer = f"{plan.optimizer}, {plan.optimizer_implementation} implementation"
-    yield "optimizer", optimizer, ("optimizer", "optimizer_implementation")
+def print_units(console: Console, units: UnitTable, *, ranks: int, tensor: int = 1) -> None:
+    """Print the unit table, with equal units in one row, and what one rank stores.
 
-
-_ACCUMULATION = {"reduce_each": "reduced after every micro-batch, added up as shards"}
-_LOSS_HEAD = {"eager": "from the whole logits of a micro-batch"}
-
-
-def _stored_in(dtype: str) -> str:
-    return "as in the model's files" if dtype == "checkpoint" else dtype
-
-
-def _batch(plan: Plan) -> str:
-    micro, world, passes = plan.micro_batch, plan.mesh.world, plan.accumulation_steps
-    factors = f"{micro} {'row' if micro == 1 else 'rows'} x {world} {'rank' if world == 1 else 'ranks'}"
-    return f"global batch {plan.global_batch} = {factors} x {passes} accumulation"
-
-
-def _checkpointing(value: str) -> str:
-    if value == "none":
-        return "none: all activations are kept"
-    blocks = "every block" if value in ("full", "every_1") else f"one block in {value.removeprefix('every_')}"
-    return f"{value}: activations of {blocks} are recomputed in backward"
-
-
-def print_units(console: Console, units: UnitTable, *, ranks: int) -> None:
-    """Print the unit table, with equal units in one row, and what one rank stores when `ranks` share the shards."""
+    Args:
+        console: Where to print.
+        units: Units of the model.
+        ranks: How many ranks share the shards.
+        tensor: How many more share the weights that tensor parallelism splits.
+    """
     groups = units.grouped()
     rows = [_cells(group) for group in groups]
     totals = [f"{units.parameters:,}", f"{units.trainable:,}", "", bytes_text(units.stored_bytes)]
@@ -163,7 +132,7 @@ def print_units(console: Console, units: UnitTable, *, ranks: int) -> None:
         _print_line(console, Text(line(group.name or "(root)", _flags(group), row)))
         _print_line(console, Text(" " * _INDENT + _tail(_kind(group), names), "dim"))
     _print_line(console, Text(line(f"all {len(units.rows)}", "", totals), "bold"))
-    for note in _unit_notes(units, ranks):
+    for note in _unit_notes(units, ranks, tensor):
         _print_line(console, Text(" " * _INDENT + note))
 
 
@@ -181,13 +150,19 @@ def _flags(group: UnitGroup) -> str:
     return ("F" if freed else _NO_FLAGS[0]) + ("R" if recomputed else _NO_FLAGS[1])
 
 
-def _unit_notes(units: UnitTable, ranks: int) -> Iterator[str]:
-    if any(row.reshard_after_forward for row in units.rows):
+def _unit_notes(units: UnitTable, ranks: int, tensor: int) -> Iterator[str]:
+    freed = {row.reshard_after_forward for row in units.rows if row.reshard_after_forward is not False}
+    groups = [size for size in freed if not isinstance(size, bool)]
+    if groups:
+        yield f"F: kept in groups of {groups[0]} ranks after forward, gathered there in backward"
+    elif freed:
         yield "F: freed after forward and gathered again in backward"
     if any(row.checkpointed for row in units.rows):
         yield "R: activations recomputed in backward"
     share = "all" if ranks == 1 else f"1/{ranks}"
-    yield f"one rank stores {share} of {bytes_text(units.stored_bytes)} = {bytes_text(units.stored_bytes / ranks)}"
+    limit = "at most " if tensor > 1 else ""
+    stored = f"{bytes_text(units.stored_bytes)} = {bytes_text(units.stored_bytes / ranks)}"
+    yield f"one rank stores {limit}{share} of {stored}"
     if units.largest is not None:
         name = units.largest.name or "(root)"
         yield f"biggest unit when gathered: {name}, {bytes_text(units.largest.gathered_bytes)}"

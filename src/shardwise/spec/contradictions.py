@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from shardwise.spec.chosen import Chosen
+from shardwise.spec.contradictions_layout import of_layout, of_optimizer
 from shardwise.spec.keys import Given
 from shardwise.spec.problems import Problem
-from shardwise.spec.yaml_text import shown
-
-_LONGEST = 60
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The value of one dotted key of the Job, and the setting that gave it."""
-
-    value: object
-    """Value in the Job's own form."""
-    given: Given
-    """Where it comes from."""
-
-    def __str__(self) -> str:
-        value = self.given.value
-        words = shown(value) if isinstance(value, str) else repr(value)
-        return f"{shown(self.given.written)}: {words.lower() if isinstance(value, bool) else words[:_LONGEST]}"
 
 
 def contradictions(chosen: Mapping[str, Chosen], dropped: Mapping[str, Given]) -> Iterator[Problem]:
@@ -33,9 +16,10 @@ def contradictions(chosen: Mapping[str, Chosen], dropped: Mapping[str, Given]) -
     yield from _length(given)
     yield from _lora(given)
     yield from _batches(given)
-    yield from _resharding(given)
     yield from _held_out(given)
-    yield from _precision(given, dropped)
+    yield from _flags(given, dropped)
+    yield from of_layout(given)
+    yield from of_optimizer(given)
 
 
 def _length(given: Mapping[str, Chosen]) -> Iterator[Problem]:
@@ -56,8 +40,8 @@ def _lora(given: Mapping[str, Chosen]) -> Iterator[Problem]:
         return
     if "model.dtype" in given:
         yield given["model.dtype"].given.problem(
-            "has no effect without use_lora: true: what trains is stored in fp32",
-            fix="set use_lora: true, or remove it",
+            "has no effect without use_lora: true: all weights are trained",
+            fix="set use_lora: true, or mixed_precision.storage_dtype in its place",
         )
     for key, choice in given.items():
         if key.startswith("lora_"):
@@ -71,17 +55,6 @@ def _batches(given: Mapping[str, Chosen]) -> Iterator[Problem]:
         yield whole.given.problem(f"contradicts {micro}", fix="global_batch must be a multiple of micro_batch x ranks")
 
 
-def _resharding(given: Mapping[str, Chosen]) -> Iterator[Problem]:
-    reshard, strategy = given.get("fsdp.reshard_after_forward"), given.get("fsdp.strategy")
-    if not reshard or not strategy or not isinstance(reshard.value, bool):
-        return
-    if strategy.value == "NO_SHARD":
-        yield reshard.given.problem(f"contradicts {strategy}", fix="remove it: NO_SHARD gathers nothing")
-    elif strategy.value in ("FULL_SHARD", "SHARD_GRAD_OP") and reshard.value is not (strategy.value == "FULL_SHARD"):
-        other = "FULL_SHARD" if reshard.value else "SHARD_GRAD_OP"
-        yield reshard.given.problem(f"contradicts {strategy}", fix=f"remove it, or set the strategy to {other}")
-
-
 def _held_out(given: Mapping[str, Chosen]) -> Iterator[Problem]:
     path, held_out = given.get("data.path"), given.get("data.held_out")
     if path and held_out and path.value == held_out.value:
@@ -90,8 +63,12 @@ def _held_out(given: Mapping[str, Chosen]) -> Iterator[Problem]:
         )
 
 
-def _precision(given: Mapping[str, Chosen], dropped: Mapping[str, Given]) -> Iterator[Problem]:
-    param = given.get("mixed_precision.param_dtype")
+def _flags(given: Mapping[str, Chosen], dropped: Mapping[str, Given]) -> Iterator[Problem]:
+    """Compare flags of Trainer's that were given as false with what was chosen in their place."""
+    param, head = given.get("mixed_precision.param_dtype"), given.get("loss_head")
     flag = dropped.get(str(param.value)) if param else None
     if param and flag:
         yield flag.problem(f"contradicts {param}", fix="keep one of the two")
+    liger = dropped.get("use_liger_kernel")
+    if head and head.value == "fused" and liger:
+        yield liger.problem(f"contradicts {head}", fix="keep one of the two")

@@ -14,6 +14,7 @@ OTHER_NAMES: dict[str, str] = {
     "model.torch_dtype": "model.dtype",
     "model.attn_implementation": "model.attention",
     "attn_implementation": "model.attention",
+    "attention": "model.attention",
     "dataset": "data",
     "train_file": "data",
     "validation_file": "data.held_out",
@@ -30,6 +31,15 @@ OTHER_NAMES: dict[str, str] = {
     "lr_scheduler_type": "schedule",
     "optim": "optimizer",
     "fsdp.sharding_strategy": "fsdp.strategy",
+    "transformer_layer_cls_to_wrap": "units.wrap",
+    "fsdp_transformer_layer_cls_to_wrap": "units.wrap",
+    "backward_prefetch": "prefetch.backward",
+    "forward_prefetch": "prefetch.forward",
+    "offload_params": "offload.parameters",
+    "cpu_offload": "offload.parameters",
+    "offload.params": "offload.parameters",
+    "accumulation_mode": "accumulation",
+    "use_liger_kernel": "loss_head",
     "fp16": "mixed_precision",
     "bf16": "mixed_precision",
     "gradient_checkpointing": "activation_checkpointing",
@@ -39,9 +49,16 @@ OTHER_NAMES: dict[str, str] = {
     "logging_steps": "log.every",
     "eval_steps": "log.evaluate_every",
 }
-"""Other trainers' name of a key -> ours."""
+"""Other name of a key, mostly other trainers' -> ours."""
 
-_WRAPPING = "remove it: the repeated blocks are found and wrapped by themselves"
+PLAN_KEYS = (
+    *("mesh", "units", "prefetch", "reduce_scatter", "offload", "activation_checkpointing", "model.attention"),
+    *("micro_batch", "accumulation", "optimizer", "optimizer_implementation", "optimizer_state_dtype"),
+    *("loss_head", "loss_chunk", "compile", "mixed_precision"),
+)
+"""Keys of the Job that set a field of the Plan: they may also stand under `fsdp`."""
+
+_WRAPPING = "remove it: the repeated blocks are found by themselves; units.wrap names other classes"
 _BATCHES = "give micro_batch (rows per rank per forward) or global_batch (rows per optimizer step)"
 
 FOREIGN: dict[str, str] = {
@@ -51,8 +68,6 @@ FOREIGN: dict[str, str] = {
     "warmup_ratio": "give warmup_steps, in optimizer steps",
     "fsdp_config": "write its options under fsdp",
     "deepspeed": "fsdp: ZERO2 or ZERO3 name the same layouts",
-    "fsdp_transformer_layer_cls_to_wrap": _WRAPPING,
-    "fsdp.transformer_layer_cls_to_wrap": _WRAPPING,
     "fsdp.auto_wrap_policy": _WRAPPING,
     "fsdp.min_num_params": _WRAPPING,
     "fsdp.use_orig_params": "remove it: FSDP2 always keeps the original parameters",
@@ -90,7 +105,15 @@ class Given:
 
 def canonical(written: str) -> str:
     """Return the Job's dotted key for a dotted key in any spelling."""
-    head, dot, rest = written.removeprefix("train.").partition(".")
+    full = written.removeprefix("train.")
+    inside = _renamed(full.removeprefix("fsdp."))
+    if full.startswith("fsdp.") and any(inside == key or inside.startswith(f"{key}.") for key in PLAN_KEYS):
+        return inside
+    return _renamed(full)
+
+
+def _renamed(dotted: str) -> str:
+    head, dot, rest = dotted.partition(".")
     full = OTHER_NAMES.get(head, head) + dot + rest
     return OTHER_NAMES.get(full, full)
 
@@ -114,6 +137,8 @@ def unknown(given: Given) -> BadInput:
     if given.target == "train":
         return given.refusal("must be a mapping of keys to values")
     inside = [name.rpartition(".")[2] for name in FIELDS if name.startswith(f"{section}.")] if section else []
+    if section == "fsdp":
+        inside += [key.rpartition(".")[2] for key in PLAN_KEYS]
     everywhere = [*SECTIONS, *FIELDS, *OTHER_NAMES, "train"]
     homes = [name for name in FIELDS if name.endswith(f".{leaf}")]
     if canonical(leaf) in (*FIELDS, *SECTIONS) and section:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from shardwise.spec.contradictions import Chosen, contradictions
+from shardwise.spec.chosen import Chosen
+from shardwise.spec.contradictions import contradictions
+from shardwise.spec.contradictions_layout import implied
 from shardwise.spec.job import Job
 from shardwise.spec.keys import Given, canonical, settings
 from shardwise.spec.problems import BadInput, Problem
@@ -17,6 +19,8 @@ from shardwise.spec.wording import FIELDS, SECTIONS, field_problem, nullable, un
 from shardwise.spec.yaml_text import YamlText, dump_yaml, parse_value, parse_yaml, read_yaml, shown
 
 _LONGEST_VALUE = 120
+_ONLY_WITH = {"momentum": ("optimizer", "sgd"), "loss_chunk": ("loss_head", "chunked")}
+"""Field of the Job -> field and value without which it has no effect, and is refused."""
 
 
 def read_job(path: Path | None, overrides: Sequence[str] = (), *, text: str | None = None) -> Job:
@@ -41,17 +45,24 @@ def read_job_dict(values: Mapping[str, object], overrides: Sequence[str] = ()) -
 def job_to_yaml(job: Job) -> str:
     """Return the canonical YAML of a Job; `read_job` makes an equal Job from it.
 
-    Unset fields are left out, and so are the `lora_` ones when there is no LoRA; every default that holds is written.
+    Unset fields are left out, and so are those that have no effect, such as the `lora_` ones when there is no LoRA;
+    every default that holds is written.
     """
     values: dict[str, object] = {}
     for name, info in Job.model_fields.items():
         value = getattr(job, name)
         if name in SECTIONS:
             fields = type(value).model_fields
-            values[name] = {key: item for key, item in value if item is not None or fields[key].default is not None}
-        elif (value is not None or info.default is not None) and (job.use_lora or not name.startswith("lora_")):
+            inside = {key: item for key, item in value if item is not None or fields[key].default is not None}
+            values |= {name: inside} if inside else {}
+        elif (value is not None or info.default is not None) and _has_effect(job, name):
             values[name] = value
     return dump_yaml(values)
+
+
+def _has_effect(job: Job, name: str) -> bool:
+    needed, value = _ONLY_WITH.get(name, ("", None))
+    return getattr(job, needed) == value if needed else job.use_lora or not name.startswith("lora_")
 
 
 def _job(content: YamlText, overrides: Sequence[str]) -> Job:
@@ -63,9 +74,10 @@ def _job(content: YamlText, overrides: Sequence[str]) -> Job:
         except BadInput as bad:
             problems += bad.problems
             continue
-        layers = [[old for old in layer if not _within(old.target, scope)] for layer in layers]
+        layers = [[old for old in layer if not _replaced(old, scope)] for layer in layers]
         layers.append(given)
     chosen, refused = _choose(layers, problems)
+    chosen |= implied(chosen)
     dropped = {given.name: given for layer in layers for given in layer if given.value is False}
     problems += contradictions(chosen, dropped)
     refused |= {canonical(problem.field) for problem in content.problems}
@@ -95,6 +107,11 @@ def _override(override: str) -> tuple[str, list[Given]]:
 
 def _within(target: str, scope: str) -> bool:
     return target == scope or target.startswith(f"{scope}.")
+
+
+def _replaced(old: Given, scope: str) -> bool:
+    """Tell whether an override of `scope` replaces a setting: one of that key, or one written inside that section."""
+    return _within(old.target, scope) or _within(old.written.removeprefix("train."), scope)
 
 
 def _choose(layers: Iterable[Iterable[Given]], problems: list[Problem]) -> tuple[dict[str, Chosen], set[str]]:
@@ -145,7 +162,7 @@ def _validated(chosen: Mapping[str, Chosen], refused: set[str], problems: list[P
             key = _field_of(detail["loc"])
             if not any(_within(key, other) or _within(other, key) for other in refused):
                 bad.setdefault(key, _schema_problem(key, chosen.get(key)))
-    problems += bad.values()
+    problems += {str(problem): problem for problem in bad.values()}.values()
     return job
 
 

@@ -6,20 +6,12 @@ import re
 from collections.abc import Callable
 
 from shardwise.spec import not_built
+from shardwise.spec import spellings_layout as layout
 from shardwise.spec.keys import Given, unknown
 from shardwise.spec.problems import did_you_mean
 from shardwise.spec.wording import FIELDS, SECTIONS
 from shardwise.spec.yaml_text import shown
 
-_STRATEGIES = {
-    "full_shard": "FULL_SHARD",
-    "zero3": "FULL_SHARD",
-    "shard_grad_op": "SHARD_GRAD_OP",
-    "zero2": "SHARD_GRAD_OP",
-    "no_shard": "NO_SHARD",
-    "ddp": "NO_SHARD",
-    "auto": "auto",
-}
 _DTYPES = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -30,12 +22,17 @@ _DTYPES = {
     "float16": "fp16",
     "half": "fp16",
 }
+_OPTIMIZERS = {"adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_8bit": "adamw_8bit", "sgd": "sgd"}
 
 
 def resolve(given: Given) -> dict[str, object]:
     """Return the values of the Job's dotted keys that a setting stands for; raise BadInput when it is refused."""
     if given.name in ("fp16", "bf16") and given.target == "mixed_precision":
         return _precision_flag(given)
+    if given.target == "optimizer":
+        return _optimizer(given)
+    if given.target == "loss_head":
+        return layout.loss_head(given)
     if given.target in SECTIONS:
         return _SECTION_READERS[given.target](given)
     if given.target in FIELDS:
@@ -78,56 +75,6 @@ def _checkpoint(given: Given) -> dict[str, object]:
     return {"checkpoint.every": given.value}
 
 
-def _log(given: Given) -> dict[str, object]:
-    raise given.refusal("must be a mapping", allowed="every, evaluate_every, tensorboard")
-
-
-def _fsdp(given: Given) -> dict[str, object]:
-    """Read a string or a list of options, as in transformers' Trainer and accelerate."""
-    items = given.value if isinstance(given.value, list) else [given.value]
-    if isinstance(given.value, bool):
-        raise given.refusal("must name a strategy", fix="write no_shard to shard nothing, or auto")
-    if not all(isinstance(item, str) for item in items):
-        raise given.refusal("must be a strategy, a list of options, or a mapping", allowed=_strategy_names())
-    tokens = [token for item in items for token in re.split(r"[\s,]+", str(item)) if token]
-    named = [_strategy_of(token, given) for token in tokens if _token(token) != "auto_wrap"]
-    if not tokens:
-        raise given.refusal("names no strategy", fix="write auto to have one chosen")
-    if len(set(named)) > 1:
-        raise given.refusal(f"contradicts itself: {' and '.join(dict.fromkeys(named))}", fix="name one strategy")
-    return {"fsdp.strategy": named[0] if named else "auto"}
-
-
-def _strategy(given: Given) -> object:
-    return _strategy_of(given.value, given) if isinstance(given.value, str) else given.value
-
-
-def _strategy_of(word: str, given: Given) -> str:
-    token = _token(word)
-    instead = not_built.VALUES["fsdp"].get(token)
-    if instead is not None:
-        raise given.refusal(f"{shown(word)} is not built yet", fix=instead)
-    strategy = _STRATEGIES.get(token) or _STRATEGIES.get(token.replace("_", ""))
-    if strategy is None:
-        fix = did_you_mean(token, [*_STRATEGIES, "auto_wrap"])
-        raise given.refusal(f"{shown(word)} is not a strategy or option", allowed=_strategy_names(), fix=fix)
-    return strategy
-
-
-def _token(word: str) -> str:
-    return word.lower().removeprefix("shardingstrategy.").replace("-", "_")
-
-
-def _strategy_names() -> str:
-    return "auto, full_shard (ZERO3), shard_grad_op (ZERO2), no_shard (DDP), auto_wrap"
-
-
-def _reshard(given: Given) -> object:
-    if isinstance(given.value, int) and not isinstance(given.value, bool):
-        raise given.refusal("resharding to a smaller group is not built yet", fix="write true or false")
-    return given.value
-
-
 def _mixed_precision(given: Given) -> dict[str, object]:
     if not isinstance(given.value, str):
         raise given.refusal("must be a dtype or a mapping", allowed="fp32, bf16, fp16, {param_dtype: ...}")
@@ -160,9 +107,9 @@ def _dtype(given: Given) -> object:
 
 
 def _activation_checkpointing(given: Given) -> object:
+    """Read true and false beside the names."""
     if isinstance(given.value, bool):
         return "full" if given.value else "none"
-    _refuse_not_built(given)
     return given.value
 
 
@@ -176,18 +123,26 @@ def _lora_targets(given: Given) -> object:
     return value
 
 
-def _optimizer(given: Given) -> object:
-    _refuse_not_built(given)
-    if given.value == "adamw_torch_fused":
-        raise given.refusal("names an implementation", fix="write adamw: where fused kernels help, they are used")
-    return "adamw" if given.value in ("AdamW", "adamw_torch") else given.value
+def _optimizer(given: Given) -> dict[str, object]:
+    """Read an optimizer by this tool's or by Trainer's name, some of which name an implementation too."""
+    if not isinstance(given.value, str):
+        return {"optimizer": given.value}
+    name = given.value.lower()
+    if name in not_built.VALUES["optimizer"]:
+        raise given.refusal("is not built yet", fix=not_built.VALUES["optimizer"][name])
+    if name.startswith("paged_"):
+        fix = "write adamw with offload: optimizer, which keeps states in host memory"
+        raise given.refusal("pages its states, which bitsandbytes does not do for sharded parameters", fix=fix)
+    if "bnb" in name:
+        fix = "write adamw_8bit, which is torchao's"
+        raise given.refusal("is bitsandbytes', which does not know sharded parameters (DTensor)", fix=fix)
+    if name == "adamw_torch_fused":
+        return {"optimizer": "adamw", "optimizer_implementation": "fused"}
+    return {"optimizer": _OPTIMIZERS.get(name, given.value)}
 
 
-def _refuse_not_built(given: Given) -> None:
-    values = not_built.VALUES[given.target]
-    word = given.value.lower() if isinstance(given.value, str) else ""
-    if word in values:
-        raise given.refusal("is not built yet", fix=values[word])
+def _implementation(given: Given) -> object:
+    return given.value.lower().replace("-", "_") if isinstance(given.value, str) else given.value
 
 
 def _cluster(given: Given) -> object:
@@ -200,19 +155,29 @@ def _cluster(given: Given) -> object:
 _SECTION_READERS: dict[str, Callable[[Given], dict[str, object]]] = {
     "model": _text_section("model.path", "a folder or a hub id"),
     "data": _text_section("data.path", "a file"),
-    "fsdp": _fsdp,
+    "fsdp": layout.fsdp,
     "mixed_precision": _mixed_precision,
+    "mesh": layout.mapping_only("mesh"),
+    "units": layout.units,
+    "prefetch": layout.prefetch,
+    "reduce_scatter": layout.mapping_only("reduce_scatter"),
+    "offload": layout.offload,
     "checkpoint": _checkpoint,
-    "log": _log,
+    "log": layout.mapping_only("log"),
 }
 _FIELD_READERS: dict[str, Callable[[Given], object]] = {
     "model.dtype": _dtype,
     "data.path": _refuse_list,
     "lora_targets": _lora_targets,
-    "optimizer": _optimizer,
-    "fsdp.strategy": _strategy,
-    "fsdp.reshard_after_forward": _reshard,
-    **{f"mixed_precision.{role}_dtype": _dtype for role in ("param", "reduce", "output", "buffer")},
+    "optimizer_implementation": _implementation,
+    "optimizer_state_dtype": _dtype,
+    "fsdp.strategy": layout.strategy,
+    "fsdp.reshard_after_forward": layout.reshard,
+    **{f"mixed_precision.{role}_dtype": _dtype for role in ("param", "reduce", "storage", "output", "buffer")},
     "activation_checkpointing": _activation_checkpointing,
+    "units.wrap": layout.wrap,
+    "prefetch.forward": layout.depth,
+    "prefetch.backward": layout.depth,
+    "accumulation": layout.accumulation,
     "cluster": _cluster,
 }

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from shardwise.spec.job import Job, Strict
+from shardwise.spec.job import Job
 from shardwise.spec.problems import Problem, did_you_mean
+from shardwise.spec.strict import Strict
 
 SECTIONS: dict[str, type[Strict]] = {
     name: info.annotation
@@ -27,9 +28,10 @@ FIELDS: dict[str, FieldInfo] = {name: info for name, info in Job.model_fields.it
 """Dotted key -> field, for every key that holds a value."""
 
 _PATTERNED = {
-    "activation_checkpointing": "true, false, full, none, or every_2, every_3, ...",
+    "activation_checkpointing": "true, false, full, none, selective, or every_2, every_3, ...",
     "cluster": "detect, or a number of CPU processes (2xcpu)",
     "lora_targets": "all_linear, or a list of module names ([q_proj, v_proj])",
+    "units.wrap": "a list of class names ([LlamaDecoderLayer])",
 }
 """Fields whose type says less than a person needs."""
 
