@@ -135,7 +135,6 @@ def test_refused_meshes(strategy, mesh, field, words):
         ("SHARD_GRAD_OP", True, "contradicts SHARD_GRAD_OP"),
         ("FULL_SHARD", False, "set fsdp to SHARD_GRAD_OP or HYBRID_SHARD_ZERO2"),
         ("NO_SHARD", 2, "contradicts NO_SHARD"),
-        ("auto", True, "contradicts SHARD_GRAD_OP"),
     ],
 )
 def test_refused_resharding(strategy, reshard, words):
@@ -165,3 +164,28 @@ def test_replicas_are_left_for_last_only_where_there_are_some(fields):
     for strategy, mesh in (("HYBRID_SHARD", {"shard": 4}), ("NO_SHARD", {})):
         plan = decide(job(accumulation="defer_replicate", fsdp={"strategy": strategy}, mesh=mesh), facts())
         assert plan.accumulation_mode == "defer_replicate"
+
+
+@pytest.mark.parametrize(
+    ("reshard", "mesh", "strategy"),
+    [
+        (True, {}, "FULL_SHARD"),
+        (4, {}, "FULL_SHARD"),
+        (False, {}, "SHARD_GRAD_OP"),
+        (None, {"replicate": 2}, "HYBRID_SHARD_ZERO2"),
+        (True, {"replicate": 2}, "HYBRID_SHARD"),
+        (True, {"shard": 4}, "HYBRID_SHARD"),
+        (None, {"replicate": 8}, "NO_SHARD"),
+        (None, {"shard": 1}, "NO_SHARD"),
+        (None, {"tensor": 8}, "NO_SHARD"),
+        (None, {"tensor": 2, "replicate": 2}, "HYBRID_SHARD_ZERO2"),
+    ],
+)
+def test_auto_takes_the_strategy_that_the_other_settings_name(reshard, mesh, strategy):
+    plan = decide(job(fsdp={"strategy": "auto", "reshard_after_forward": reshard}, mesh=mesh), facts(world=8))
+    assert plan.strategy == strategy
+    assert plan.mesh.world == 8
+
+
+def test_offloaded_parameters_take_the_optimizer_with_them():
+    assert decide(job(offload={"parameters": True}), facts()).offload.optimizer

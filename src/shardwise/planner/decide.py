@@ -87,18 +87,31 @@ def decide(job: Job, facts: Facts) -> Plan:
 def _strategy(job: Job, facts: Facts, reasons: dict[str, str]) -> StrategyName:
     if job.fsdp.strategy != "auto":
         return job.fsdp.strategy
-    billions = facts.parameters / 1e9
     ranks = facts.world // job.mesh.tensor
-    if ranks <= 1:
-        reasons["strategy"] = f"auto: {'one rank' if facts.world == 1 else 'one data rank'}, nothing to shard over"
+    replicate, shard = job.mesh.replicate or 1, job.mesh.shard
+    if ranks <= 1 or shard == 1 or replicate == ranks:
+        why = "nothing to shard over" if ranks <= 1 else "the mesh names replicas only"
+        reasons["strategy"] = f"auto: {'one rank' if facts.world == 1 else f'{max(ranks, 1)} data ranks'}, {why}"
         return "NO_SHARD"
+    frees, why = _frees(job, facts)
+    reasons["strategy"] = f"auto: {why}"
+    hybrid = replicate > 1 or (shard is not None and shard < ranks)
+    if hybrid:
+        return "HYBRID_SHARD" if frees else "HYBRID_SHARD_ZERO2"
+    return "FULL_SHARD" if frees else "SHARD_GRAD_OP"
+
+
+def _frees(job: Job, facts: Facts) -> tuple[bool, str]:
+    """Return whether weights are freed after forward, and why."""
+    asked = job.fsdp.reshard_after_forward
+    if asked is not None:
+        return asked is not False, f"what reshard_after_forward: {str(asked).lower()} asks for"
+    billions = facts.parameters / 1e9
     rule = "rule of thumb, not a prediction of memory or time"
     if facts.parameters >= RULE_OF_THUMB_PARAMETERS:
-        reasons["strategy"] = f"auto: {billions:.1f}B parameters, 13B or more: shard everything ({rule})"
-        return "FULL_SHARD"
+        return True, f"{billions:.1f}B parameters, 13B or more: shard everything ({rule})"
     lora = " and LoRA" if job.use_lora else ""
-    reasons["strategy"] = f"auto: {billions:.2f}B parameters, below 13B{lora}: keep weights gathered ({rule})"
-    return "SHARD_GRAD_OP"
+    return False, f"{billions:.2f}B parameters, below 13B{lora}: keep weights gathered ({rule})"
 
 
 def _implementation(job: Job, device_type: str, reasons: dict[str, str]) -> OptimizerImplementation:
@@ -107,9 +120,8 @@ def _implementation(job: Job, device_type: str, reasons: dict[str, str]) -> Opti
     if job.optimizer == "adamw_8bit":
         reasons["optimizer_implementation"] = "the 8-bit optimizer has its own"
         return "foreach"
-    # PyTorch's fused kernel unscales by itself, before clipping could see true gradients.
-    if device_type == "cuda" and job.mixed_precision.param_dtype != "fp16" and not job.offload.parameters:
-        reasons["optimizer_implementation"] = "fused kernels on GPUs without loss scaling"
+    if device_type == "cuda" and not job.offload.parameters:
+        reasons["optimizer_implementation"] = "fused kernels on GPUs"
         return "fused"
     reasons["optimizer_implementation"] = "foreach where fused kernels bring nothing"
     return "foreach"

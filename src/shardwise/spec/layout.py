@@ -5,9 +5,9 @@ Each comes twice: as chosen in a Job, where None leaves the value to the planner
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shardwise.spec.strict import NotNegative, PositiveInt, Strict
 
@@ -127,3 +127,11 @@ class Offload(Strict):
     """Shards of parameters and gradients; the optimizer then runs on the host, with its states."""
     activations: bool = False
     """Activations saved for backward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _optimizer_follows_parameters(cls, given: Any) -> Any:
+        """The optimizer steps where its parameters live."""
+        if isinstance(given, dict) and given.get("parameters") is True:
+            return {"optimizer": True, **given}
+        return given
