@@ -116,6 +116,13 @@ class TrainBatches:
             for m in range(self.accumulation_steps)
         ]
 
+    def row_numbers(self, samples_seen: int, micro_batch: int, rank: int) -> list[int]:
+        """Return which training rows (from 0) a data rank's micro-batch holds in the global batch at a position."""
+        epoch, start = divmod(samples_seen, len(self.rows))
+        chosen = _order(self.seed, epoch, len(self.rows))[start : start + self.global_batch]
+        first = (micro_batch * self.data_ranks + rank) * self.micro_batch
+        return list(chosen[first : first + self.micro_batch])
+
     def next_position(self, samples_seen: int) -> int:
         """Return the position after the global batch that starts at `samples_seen`; never beyond its epoch's end."""
         epoch, start = divmod(samples_seen, len(self.rows))

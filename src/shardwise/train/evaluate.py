@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from shardwise.data.loader import Batch
-from shardwise.engine.loss import token_loss_sum
+from shardwise.engine.loss_head import token_loss
 from shardwise.state.live import reshard
 from shardwise.train.signals import StopSignal
-from shardwise.train.step import global_sum, logits_of
+from shardwise.train.step import global_sum
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def held_out_loss(
         if stopped:
             break
         batch = batch.to(device)
-        loss += token_loss_sum(logits_of(model, batch), batch.labels)
+        loss += token_loss(model, batch)
         tokens += batch.trained_tokens
     reshard(model)
     model.train(was_training)

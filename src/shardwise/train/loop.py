@@ -24,6 +24,8 @@ from shardwise.report.run_folder import RunFolder, RunInfo
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.state.checkpoint import TrainingProgress, load, save
+from shardwise.state.live import reshard
+from shardwise.train.checks import NotFinite, TrainingFailed, check_adapters, check_replicas, compare_ranks
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.metrics import MetricsLog, memory_bytes, memory_name
 from shardwise.train.signals import StopSignal, any_rank
@@ -71,6 +73,8 @@ class Training:
     """Position in the data, in rows of all ranks."""
     last: StepResult | None = None
     """The newest step."""
+    adapters_checked: bool = False
+    """Every adapter was seen to get a gradient."""
     held_out_losses: dict[int, float] = field(default_factory=dict)
     """Step -> held-out loss."""
 
@@ -169,20 +173,11 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
     while training.step < info.total_steps and not training.stop.agreed(training.device):
         started = time.perf_counter()
         set_learning_rate(training.optimizer, schedule.at(training.step))
-        result = training_step(
-            training.model,
-            training.batches.micro_batches(training.samples_seen),
-            plan=training.plan,
-            optimizer=training.optimizer,
-            scaler=training.scaler,
-            max_grad_norm=job.max_grad_norm,
-            device=training.device,
-            stop=training.stop if slow else None,
-        )
+        result = _step(training, stop=training.stop if slow else None)
         if result is None:
             break
         seconds = time.perf_counter() - started
-        slow = any_rank(seconds > SLOW_STEP_S, training.device)
+        slow = _agree(training, result, slow=seconds > SLOW_STEP_S)
         training.samples_seen = training.batches.next_position(training.samples_seen)
         training.step += 1
         training.last = result
@@ -198,6 +193,47 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
     if log is not None:
         log.close()
     return _outcome(training, saved)
+
+
+def _step(training: Training, *, stop: StopSignal | None) -> StepResult | None:
+    """Train on the next global batch; the numbers that stop a run come with the rows that they come from."""
+    try:
+        return training_step(
+            training.model,
+            training.batches.micro_batches(training.samples_seen),
+            plan=training.plan,
+            optimizer=training.optimizer,
+            scaler=training.scaler,
+            max_grad_norm=training.job.max_grad_norm,
+            device=training.device,
+            stop=stop,
+        )
+    except NotFinite as error:
+        raise TrainingFailed(f"step {training.step + 1}: {error}; {_whereabouts(training, error)}") from error
+
+
+def _whereabouts(training: Training, error: NotFinite) -> str:
+    if not error.micro_batches:
+        return "every forward's own loss was finite, so it is the gradients: lower learning_rate or max_grad_norm"
+    rank, micro_batch = error.micro_batches[0]
+    rows = training.batches.row_numbers(training.samples_seen, micro_batch, data_rank(training.plan.mesh, rank))
+    listed = ", ".join(str(row + 1) for row in rows) or "none"
+    return (
+        f"first on rank {rank} in micro-batch {micro_batch + 1} of {training.plan.accumulation_steps}, "
+        f"which holds training rows {listed} (counted from 1, held-out rows left out)"
+    )
+
+
+def _agree(training: Training, result: StepResult, *, slow: bool) -> bool:
+    """Return whether the step was slow on any rank; with self-checks on, compare ranks and, once, look at adapters."""
+    if not training.job.self_checks:
+        return any_rank(slow, training.device)
+    values = {"the step": training.step, "the loss": result.loss, "the gradient norm": result.grad_norm}
+    slow = compare_ranks(values, slow, training.device)
+    if training.job.use_lora and not training.adapters_checked and not result.skipped:
+        check_adapters(training.model, training.device)
+        training.adapters_checked = True
+    return slow
 
 
 def _due(every: int, step: int, total: int) -> bool:
@@ -274,8 +310,12 @@ def save_checkpoint(training: Training) -> Path:
     """Write a checkpoint of the run as it stands. Every rank calls it.
 
     Raises:
+        TrainingFailed: copies of the same weights differ; nothing is written.
         CheckpointError: on every rank, when any rank could not write.
     """
+    if training.job.self_checks:
+        reshard(training.model)
+        check_replicas(training.model, training.plan.mesh)
     return save(
         training.folder.checkpoints,
         model=training.model,

@@ -13,14 +13,13 @@ from shardwise.data.loader import Batch
 from shardwise.engine import scaler as scaling
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.clip import clip_gradients
-from shardwise.engine.loss import token_loss_sum
+from shardwise.engine.loss_head import token_loss
 from shardwise.spec.plan import Mesh, Plan
 from shardwise.state import random_state
+from shardwise.train.checks import NotFinite, TrainingFailed, find_not_finite, finite
 from shardwise.train.signals import StopSignal
 
-
-class TrainingFailed(RuntimeError):
-    """The run cannot go on: its numbers are no longer finite, or nothing is learnt."""
+__all__ = ["StepResult", "TrainingFailed", "training_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +52,6 @@ def data_sum(values: Sequence[int | float], mesh: Mesh, device: torch.device) ->
     return [value / mesh.tensor for value in global_sum(values, device)]
 
 
-def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the model's logits [rows, length, vocab] for a batch."""
-    logits: torch.Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    return logits
-
-
 def training_step(
     model: nn.Module,
     micro_batches: Sequence[Batch],
@@ -79,7 +72,8 @@ def training_step(
     the global mean, whenever gradients are reduced.
 
     Raises:
-        TrainingFailed: no token is trained, or loss or gradients are not finite (fp16 overflow excepted).
+        TrainingFailed: no token is trained.
+        NotFinite: the loss is not finite, or a gradient is not and loss scaling cannot mend it.
     """
     generators = random_state.capture() if stop is not None else None
     trained, inputs = data_sum(
@@ -89,7 +83,7 @@ def training_step(
         raise TrainingFailed("a global batch has no token to learn")
     optimizer.zero_grad(set_to_none=True)
     accumulation = Accumulation(model, plan, len(micro_batches))
-    local_loss = torch.zeros((), device=device)
+    losses: list[torch.Tensor] = []
     for number, batch in enumerate(micro_batches):
         if number > 0 and stop is not None and generators is not None and stop.agreed(device):
             accumulation.abandon()
@@ -98,15 +92,15 @@ def training_step(
             return None
         batch = batch.to(device)
         accumulation.before(number)
-        loss = token_loss_sum(logits_of(model, batch), batch.labels) / trained
+        loss = token_loss(model, batch) / trained
         torch.autograd.backward(scaler.scale(loss))
         accumulation.after(number)
-        local_loss += loss.detach()
+        losses.append(loss.detach())
     scaling.unscale(scaler, optimizer)
     norm = float(clip_gradients(model.parameters(), max_grad_norm))
-    (loss_value,) = data_sum([float(local_loss)], plan.mesh, device)
-    if not scaler.is_enabled() and not (_finite(norm) and _finite(loss_value)):
-        raise TrainingFailed(f"loss {loss_value} and gradient norm {norm} are not finite")
+    (loss_value,) = data_sum([sum(loss.item() for loss in losses)], plan.mesh, device)
+    if not finite(loss_value) or not (finite(norm) or scaler.is_enabled()):
+        raise NotFinite(loss_value, norm, find_not_finite([loss.item() for loss in losses]))
     skipped = scaling.step(scaler, optimizer)
     return StepResult(
         loss=loss_value,
@@ -116,7 +110,3 @@ def training_step(
         skipped=skipped,
         scale=float(scaler.get_scale()) if scaler.is_enabled() else 1.0,
     )
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
