@@ -36,9 +36,9 @@ def _gradients(step):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def _model(dtype=torch.float32):
+def _model():
     generator = torch.Generator().manual_seed(99)
-    return nn.ParameterDict({n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()})
+    return nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
 
 
 def _step(model, optimizer, step):
@@ -62,34 +62,20 @@ def _trained(plan, model, steps=STEPS):
 
 
 def _sharded(world, dtype=torch.float32):
-    model = _model(dtype)
+    model = nn.ParameterDict({name: value.to(dtype) for name, value in _model().items()})
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     return model
 
 
-def _values(optimizer, parameter, key):
-    """A state's values, whole, whatever it is kept in."""
-    return full(eight_bit.saved_form(parameter, optimizer.state[parameter])[key])
-
-
-def _live(rank, world, plan):
-    model = _sharded(world)
-    optimizer = _trained(plan, model)
-    kept = {name: resting_places_of(optimizer, parameter) for name, parameter in model.items()}
-    weights = {name: full(parameter) for name, parameter in model.items()}
-    means = {name: _values(optimizer, parameter, "exp_avg") for name, parameter in model.items()}
-    return weights, means, kept
-
-
-def resting_places_of(optimizer, parameter):
-    """Whether this rank keeps the parameter's state in 8 bits."""
-    return hasattr(local(optimizer.state[parameter]["exp_avg"]), "codes")
-
-
 def test_ranks_against_one_process(plan):
-    ranks = run_ranks(_live, 2, plan)
-    alone = run_ranks(lambda rank, world: _live_alone(plan), 1)[0]
-    kept = {name: (ranks[0][2][name], ranks[1][2][name], alone[2][name]) for name in SHAPES}
+    def body(rank, world):
+        model = _sharded(world) if world > 1 else _model()
+        optimizer = _trained(plan, model)
+        kept = {n: hasattr(local(optimizer.state[p]["exp_avg"]), "codes") for n, p in model.items()}
+        return {name: full(parameter) for name, parameter in model.items()}, kept
+
+    ranks, alone = run_ranks(body, 2), run_ranks(body, 1)[0]
+    kept = {name: (ranks[0][1][name], ranks[1][1][name], alone[1][name]) for name in SHAPES}
     assert kept == {
         "aligned": (True, True, True),
         "small_shards": (False, False, True),
@@ -104,15 +90,9 @@ def test_ranks_against_one_process(plan):
             assert torch.equal(one, two), f"{name}: same blocks, same bits"
         else:
             assert not torch.equal(one, two), f"{name}: one of them is quantised"
-            # an update is about as large as the rate; quantised moments bend it by a few per cent a step
-            torch.testing.assert_close(one, two, rtol=0, atol=STEPS * RATE / 4)
-
-
-def _live_alone(plan):
-    model = _model()
-    optimizer = _trained(plan, model)
-    kept = {name: resting_places_of(optimizer, parameter) for name, parameter in model.items()}
-    return {n: p.detach() for n, p in model.items()}, {}, kept
+            # An update is about as large as the rate. Seen after 5: at most 0.12 of a rate apart, 0.006 on average.
+            torch.testing.assert_close(one, two, rtol=0, atol=RATE / 4)
+            assert (one - two).abs().mean() < RATE / 50
 
 
 def test_bytes_are_counted(plan):
@@ -132,13 +112,11 @@ def test_bytes_are_counted(plan):
     assert places == {"step": {(torch.float32, cpu): 4}, "exp_avg": held, "exp_avg_sq": held}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_form_gives_the_codes_back(plan, dtype):
+def test_saved_form_gives_the_codes_back(plan):
     """The same sharding: bit for bit, blocks with a negative extreme included."""
 
     def body(rank, world):
-        model = _sharded(world, dtype)
-        optimizer = _trained(plan, model)
+        optimizer = _trained(plan, _sharded(world))
         checked = 0
         for parameter, state in optimizer.state.items():
             saved = eight_bit.saved_form(parameter, state)
@@ -148,7 +126,6 @@ def test_saved_form_gives_the_codes_back(plan, dtype):
             for key in ("exp_avg", "exp_avg_sq"):
                 here, there = local(state[key]), local(again[key])
                 if not hasattr(here, "codes"):
-                    assert here.dtype == there.dtype == dtype
                     assert torch.equal(here, there)
                     continue
                 checked += 1
@@ -176,6 +153,14 @@ def test_scales_of_another_sharding_are_not_used(plan):
         assert torch.equal(wrong.scale, fresh.scale)
         off = (wrong.dequantize() - local(saved["exp_avg"])).abs().view(-1, 256).amax(-1)
         assert (off <= 0.01 * fresh.scale).all()
+
+    run_ranks(body, 2)
+
+
+def test_bf16_weights_are_refused_because_torchao_fails_on_them(plan):
+    def body(rank, world):
+        with pytest.raises(RuntimeError, match=r"expected dtype torch\.bfloat16"):
+            _trained(plan, _sharded(world, torch.bfloat16))
 
     run_ranks(body, 2)
 

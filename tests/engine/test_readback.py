@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.training import make_job, make_plan, make_table
+from engine.training import make_job, make_plan, make_expected
 from harness.ranks import run_ranks
 from shardwise.engine.apply import units
 from shardwise.engine.blocks import find_blocks
@@ -52,17 +52,17 @@ CHANGES = {
     _averaged: "gradients summed is False",
     _kept_gathered: "reshard_after_forward is False, planned True",
     _other_attention: "attention is eager, planned sdpa",
-    _cast_rotary: "rotary table",
+    _cast_rotary: "rotary expected",
 }
 
 
 def _check(rank, world, job, change):
     plan = make_plan(job, world)
-    mesh, table = build_mesh(plan.mesh, "cpu"), make_table(job, plan)
+    mesh, expected = build_mesh(plan.mesh, "cpu"), make_expected(job, plan)
     model = load_model(job, plan, open_source(job.model), mesh)
     change(model)
     try:
-        check_live_model(model, plan, mesh, table)
+        check_live_model(model, plan, mesh, expected)
     except PlanNotHonoured as error:
         return str(error)
     return None
@@ -85,11 +85,11 @@ def test_every_difference_is_named(tiny, change):
 
 def _against_other_plan(rank, world, job, update):
     plan = make_plan(job, world)
-    mesh, table = build_mesh(plan.mesh, "cpu"), make_table(job, plan)
+    mesh, expected = build_mesh(plan.mesh, "cpu"), make_expected(job, plan)
     model = load_model(job, plan, open_source(job.model), mesh)
     other = plan.model_copy(update=update)
     with pytest.raises(PlanNotHonoured) as caught:
-        check_live_model(model, other, mesh, make_table(job, other))
+        check_live_model(model, other, mesh, make_expected(job, other))
     return len(caught.value.differences)
 
 

@@ -15,6 +15,7 @@ from shardwise.data.loader import Batch, TrainBatches
 from shardwise.data.rows import Row
 from shardwise.engine.adapters import init_adapters
 from shardwise.engine.buffers import fill_buffers
+from shardwise.engine.expected import Expected, expect
 from shardwise.engine.load import build_skeleton, load_model
 from shardwise.engine.loss import token_loss_sum
 from shardwise.engine.mesh import build_mesh, data_rank
@@ -22,12 +23,10 @@ from shardwise.engine.names import base_name
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.scaler import build_scaler
 from shardwise.engine.source import open_source
-from shardwise.engine.unit_table import unit_table
 from shardwise.engine.weights import load_weights
 from shardwise.planner.decide import Facts, decide
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
-from shardwise.spec.units import UnitTable
 from shardwise.train.step import StepResult, training_step
 
 ROWS = 7
@@ -72,10 +71,10 @@ def make_plan(job: Job, world: int) -> Plan:
     return decide(job, Facts(world=world, device_type="cpu", parameters=1, frozen_storage=frozen, attention=attention))
 
 
-def make_table(job: Job, plan: Plan) -> UnitTable:
-    """The units that a plan makes of the job's model."""
+def make_expected(job: Job, plan: Plan) -> Expected:
+    """What a plan makes of the job's model."""
     source = open_source(job.model)
-    return unit_table(build_skeleton(job, source.config, source.dtype, source).model, plan)
+    return expect(build_skeleton(job, source.config, source.dtype, source).model, plan)
 
 
 def batches_of(job: Job, plan: Plan, rank: int, ranks: int) -> TrainBatches:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.training import full
 from shardwise.data.loader import Batch
 from shardwise.engine.blocks import find_blocks
-from shardwise.engine.compat import sum_gradients
+from shardwise.engine.compat import operator_name, sum_gradients
 from shardwise.engine.loss_head import token_loss
 from shardwise.engine.names import unwrapped_name
 
@@ -23,6 +25,7 @@ FAMILIES = {
     "llama": {},
     "gpt_neox": {},
     "gemma2": {"final_logit_softcapping": 3.0},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "granite": {"logits_scaling": 4.0},
     "cohere": {"logit_scale": 0.25},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64},
@@ -99,6 +102,20 @@ def shard(model, *, strategy="FULL_SHARD", own=(), policy=None):
     for unit in [model, *(unit[0] if isinstance(unit, list) else unit for unit in units)]:
         sum_gradients(unit)
     return model
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator_name(operator)
+        if "c10d" in name:
+            self.counted[name] += 1
+        return operator(*args, **(kwargs or {}))
 
 
 def assert_equal(live, alone):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.data.formats import FormatName
-from shardwise.spec.job import Strict
+from shardwise.spec.strict import Strict
 
 
 class DataSummary(Strict):

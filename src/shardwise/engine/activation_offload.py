@@ -33,6 +33,40 @@ _INSTALLED = "shardwise_activation_offload"
 """Attribute of a block that holds its ActivationOffload."""
 
 
+class SideStream:
+    """Copies beside the computation's stream of one GPU, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def to_host(self, there: torch.Tensor) -> torch.Tensor:
+        """Start a copy of bytes that the computation has been asked to write; returns where they will be."""
+        host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(there, non_blocking=True)
+        return host
+
+    def from_host(self, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Start copies back. Their memory is the computation's: the copies wait until it has been given up there."""
+        back = [torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts]
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for there, host in zip(back, hosts, strict=True):
+                there.copy_(host, non_blocking=True)
+        return back
+
+    def mark(self) -> torch.cuda.Event:
+        """Return what has happened when all copies started so far are done."""
+        event: torch.cuda.Event = self.stream.record_event()
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the computation go on only after `event`; the caller does not wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+
 class ActivationOffload:
     """The way of one model's activations to the host and back."""
 
@@ -41,23 +75,25 @@ class ActivationOffload:
         """Bytes given to the host since the start; on a CPU, those that would have been."""
         self.last: weakref.ref[_Trip] | None = None
         self.ahead: _Trip | None = None
-        self.stream: torch.cuda.Stream | None = None
-
-    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of the copies, in both directions."""
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self.stream
+        self.side: SideStream | None = None
 
     def begin(self, stays: set[StorageWeakRef]) -> _Trip:
         """Start the trip of one block's activations."""
-        if self.ahead is not None and self.stream is not None:
-            # Fetched and never asked for: its memory must not be used again before the copies into it are done.
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        self.ahead = None
+        if self.ahead is not None:
+            self.ahead.wait()  # fetched and never asked for: its memory is in use until the copies into it are done
         trip = _Trip(offload=self, stays=stays, previous=self.last)
         self.last = weakref.ref(trip)
         return trip
+
+    def to_host(self, there: torch.Tensor) -> torch.Tensor:
+        """Send bytes to the host; on a CPU they are there."""
+        if self.side is None:
+            self.side = _side_stream(there.device)
+        return there if self.side is None else self.side.to_host(there)
+
+
+def _side_stream(device: torch.device) -> SideStream | None:
+    return SideStream(device) if device.type == "cuda" else None
 
 
 def offload_activations(blocks: nn.ModuleList) -> None:
@@ -152,10 +188,9 @@ class _Trip:
     departed: torch.cuda.Event | None = None
     """All copies to the host are done."""
     arrived: torch.cuda.Event | None = None
-    """All copies back are done, and the computation has not waited for them yet."""
+    """All copies back are done; None when there are none for which the computation has not waited."""
     asked: bool = False
     """Backward has asked for a tensor."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         """What autograd keeps in the place of `tensor`."""
@@ -167,9 +202,8 @@ class _Trip:
             return tensor
         cargo = self.cargo.get(key)
         if cargo is None:
-            self.device = tensor.device
             there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            cargo = self.cargo[key] = _Cargo(there=there, host=self._to_host(there))
+            cargo = self.cargo[key] = _Cargo(there=there, host=self.offload.to_host(there))
             self.offload.bytes_packed += storage.nbytes()
         cargo.wanted += 1
         return _Packed(
@@ -184,11 +218,11 @@ class _Trip:
         """The saved tensor again."""
         if isinstance(packed, torch.Tensor):
             return packed
-        self._ask()
+        self.ask()
         cargo = packed.cargo
         if cargo.there is None:  # a second backward over the same graph
-            self._fetch([cargo])
-            self._wait()
+            self.fetch([cargo])
+            self.wait()
         assert cargo.there is not None
         tensor = torch.empty(0, dtype=packed.dtype, device=cargo.there.device)
         tensor.set_(cargo.there.untyped_storage(), packed.offset, packed.size, packed.stride)
@@ -199,60 +233,42 @@ class _Trip:
 
     def depart(self) -> None:
         """The block's forward is over: let go what the block before has sent."""
-        if self.device.type != "cuda":
+        side = self.offload.side
+        if side is None:
             return
-        self.departed = self.offload.side_stream(self.device).record_event()
+        self.departed = side.mark()
         before = self.previous() if self.previous is not None else None
         if before is not None and before.departed is not None and not before.asked:
-            # The wait makes it safe to use the memory again in the order of the computation's stream.
-            torch.cuda.current_stream(self.device).wait_event(before.departed)
+            side.wait(before.departed)  # the computation may write where the copies have read
             for cargo in before.cargo.values():
                 cargo.there = None
 
-    def _to_host(self, there: torch.Tensor) -> torch.Tensor:
-        if there.device.type != "cuda":
-            return there
-        side = self.offload.side_stream(there.device)
-        side.wait_stream(torch.cuda.current_stream(there.device))
-        host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.stream(side):
-            host.copy_(there, non_blocking=True)
-        return host
-
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """On the first tensor asked for: have all of this block here, and the block before on its way."""
-        if not self.asked:
-            self.asked = True
-            self._fetch(list(self.cargo.values()))
-            self._wait()
-            before = self.previous() if self.previous is not None else None
-            if before is not None and not before.asked:
-                before._fetch(list(before.cargo.values()))
+        if self.asked:
+            return
+        self.asked = True
+        if self.departed is not None and self.offload.side is not None:
+            self.offload.side.wait(self.departed)  # what is still here may be given up below
+        self.fetch(list(self.cargo.values()))
+        self.wait()
+        before = self.previous() if self.previous is not None else None
+        if before is not None and not before.asked:
+            before.fetch(list(before.cargo.values()))
 
-    def _fetch(self, cargo: list[_Cargo]) -> None:
-        """Start the way back of what is not here. Memory comes from the computation's stream and goes back to it."""
+    def fetch(self, cargo: list[_Cargo]) -> None:
+        """Start the way back of what is not here."""
         missing = [one for one in cargo if one.there is None]
-        if not missing:
-            return
-        if self.device.type != "cuda":
-            for one in missing:
-                one.there = one.host
-            return
-        side = self.offload.side_stream(self.device)
-        for one in missing:
-            one.there = torch.empty(one.host.numel(), dtype=torch.uint8, device=self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for one in missing:
-                assert one.there is not None
-                one.there.copy_(one.host, non_blocking=True)
-        self.arrived = side.record_event()
-        self.offload.ahead = self
+        hosts, side = [one.host for one in missing], self.offload.side
+        for one, there in zip(missing, hosts if side is None else side.from_host(hosts), strict=True):
+            one.there = there
+        if missing and side is not None:
+            self.arrived, self.offload.ahead = side.mark(), self
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Let the computation wait for what is on its way back."""
-        if self.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.arrived)
-            self.arrived = None
+        if self.arrived is not None and self.offload.side is not None:
+            self.offload.side.wait(self.arrived)
+        self.arrived = None
         if self.offload.ahead is self:
             self.offload.ahead = None

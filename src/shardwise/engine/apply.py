@@ -10,13 +10,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from shardwise.engine.activation_offload import offload_activations
 from shardwise.engine.blocks import find_blocks
 from shardwise.engine.checkpointing import wrap_blocks
 from shardwise.engine.compat import sum_gradients, unit_key
 from shardwise.engine.gathers import set_prefetch
+from shardwise.engine.loss_head import install_loss_head
 from shardwise.engine.mesh import data_mesh, tensor_mesh
 from shardwise.engine.precision import root_policy, unit_policy
 from shardwise.engine.reductions import set_reductions
+from shardwise.engine.tensor_parallel import parallelize
 from shardwise.engine.units import PlannedUnit, plan_units
 from shardwise.spec.plan import Plan
 
@@ -34,17 +37,20 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
     Raises:
         BadInput: units that cannot be made.
     """
+    install_loss_head(model, plan)
     across = tensor_mesh(mesh)
     if across is not None:
-        raise NotImplementedError
+        parallelize(model, across, sequence_parallel=plan.mesh.sequence_parallel)
     planned = plan_units(model, plan.units)
     blocks = find_blocks(model).modules
     originals = list(blocks)
     wrap_blocks(blocks, plan.activation_checkpointing)
-    wrappers = {id(block): wrapped for block, wrapped in zip(originals, blocks, strict=True)}
-    for block in blocks:
-        if plan.compile:
+    if plan.offload.activations:
+        offload_activations(blocks)
+    if plan.compile:
+        for block in blocks:
             block.compile()
+    wrappers = {id(block): wrapped for block, wrapped in zip(originals, blocks, strict=True)}
     _shard(model, planned, wrappers, plan, data_mesh(mesh))
     live = units(model)
     for unit in live:

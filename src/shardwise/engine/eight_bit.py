@@ -51,7 +51,7 @@ def saved_form(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> di
             found[key] = value
             continue
         held = local(value)
-        found[key] = torch.empty_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
+        found[key] = torch.empty_like(parameter, device="cpu", requires_grad=False)
         local(found[key]).copy_(held.dequantize() if _is_eight_bit(held) else held)
         if scale_shape(parameter) is not None:
             found[key + _SCALE] = _scales(parameter, held)
@@ -74,7 +74,7 @@ def live_form(parameter: torch.Tensor, saved: Mapping[str, torch.Tensor]) -> dic
         values = local(value).to(parameter.device)
         scales = saved.get(key + _SCALE)
         held = _quantised(values, None if scales is None else local(scales), signed=key == "exp_avg")
-        found[key] = _as_sharded(parameter, held.to(parameter.dtype))
+        found[key] = _as_sharded(parameter, held)
     return found
 
 
@@ -148,11 +148,11 @@ def _quantised(values: torch.Tensor, scales: torch.Tensor | None, *, signed: boo
 
     if values.numel() < SMALLEST or values.numel() % BLOCK:
         return values
-    state: Any = OptimState8bit.zeros(values.shape, signed, BLOCK, values.device, dtype=values.dtype)
+    state: Any = OptimState8bit.zeros(values.shape, signed, BLOCK, values.device)
     if scales is not None:
         scale = scales[: values.numel() // BLOCK].to(values.device)
         codes = quantize_8bit_with_qmap((values.view(-1, BLOCK) / scale.view(-1, 1)).view(values.shape), state.qmap)
-        kept: torch.Tensor = OptimState8bit(codes, scale.clone(), state.qmap, signed, dtype=values.dtype)
+        kept: torch.Tensor = OptimState8bit(codes, scale.clone(), state.qmap, signed)
         if torch.equal(kept.dequantize(), values):
             return kept
     state.copy_(values)

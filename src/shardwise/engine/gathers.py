@@ -30,9 +30,7 @@ def set_prefetch(root: FSDPModule, units: Sequence[FSDPModule], prefetch: Prefet
         gather_in_background(root, prefetch.async_all_gather)
 
 
-def targets(
-    units: Sequence[FSDPModule], place: int, prefetch: Prefetch
-) -> tuple[list[FSDPModule], list[FSDPModule]]:
+def targets(units: Sequence[FSDPModule], place: int, prefetch: Prefetch) -> tuple[list[FSDPModule], list[FSDPModule]]:
     """Return (units that unit `place` gathers ahead in forward, and in backward), nearest first."""
     ahead = list(units[place + 1 : place + 1 + prefetch.forward])
     behind = list(reversed(units[max(0, place - prefetch.backward) : place]))

@@ -13,10 +13,10 @@ from shardwise.engine.adapters import add_adapters, init_adapters
 from shardwise.engine.apply import apply
 from shardwise.engine.buffers import fill_buffers
 from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.expected import expect
 from shardwise.engine.precision import cast_buffers, store_trained
 from shardwise.engine.readback import check_live_model
 from shardwise.engine.source import Source, build_on_meta
-from shardwise.engine.unit_table import unit_table
 from shardwise.engine.weights import ReadPlan, load_weights, plan_reads
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
@@ -63,7 +63,7 @@ def load_model(job: Job, plan: Plan, source: Source, mesh: DeviceMesh) -> nn.Mod
     """
     skeleton = build_skeleton(job, source.config, source.dtype, source)
     assert skeleton.reads is not None
-    table = unit_table(skeleton.model, plan)
+    expected = expect(skeleton.model, plan)
     apply(skeleton.model, plan, mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     skeleton.model.to_empty(device=device)
@@ -72,5 +72,5 @@ def load_model(job: Job, plan: Plan, source: Source, mesh: DeviceMesh) -> nn.Mod
     if job.use_lora:
         init_adapters(skeleton.model, job.seed)
     cast_buffers(skeleton.model, plan.dtypes)
-    check_live_model(skeleton.model, plan, mesh, table)
+    check_live_model(skeleton.model, plan, mesh, expected)
     return skeleton.model

@@ -205,7 +205,7 @@ def _gathered(project: Project, mesh: DeviceMesh) -> Project:
 def _trained(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden states [tokens, width] from which a label is predicted, and those labels.
 
-    Without any, one position with the label -100: its loss is 0, and its backward runs every hook.
+    Without any, one position with the label -100: its loss is 0, and no kernel is given zero rows.
     """
     nothing = labels.new_full((labels.shape[0], 1), IGNORED)
     targets = torch.cat([labels[:, 1:], nothing], dim=1).flatten()

@@ -47,16 +47,20 @@ def check_optimizer(plan: Plan) -> None:
                 fix="remove it, or set optimizer: adamw",
             )
         )
-    if plan.dtypes.optimizer_state != plan.dtypes.trained_storage:
-        stored = plan.dtypes.trained_storage
-        problems.append(
-            Problem(
-                field="optimizer_state_dtype",
-                value=plan.dtypes.optimizer_state,
-                reason=f"adamw_8bit keeps the states that it does not quantise as what trains is stored, in {stored}",
-                fix="remove it, or set optimizer: adamw",
+    for field, dtype in (
+        ("mixed_precision.storage_dtype", plan.dtypes.trained_storage),
+        ("optimizer_state_dtype", plan.dtypes.optimizer_state),
+    ):
+        if dtype != "fp32":
+            problems.append(
+                Problem(
+                    field=field,
+                    value=dtype,
+                    reason="does not go with adamw_8bit: torchao's update of sharded weights works in fp32 only",
+                    allowed="fp32",
+                    fix="remove it, or set optimizer: adamw",
+                )
             )
-        )
     if problems:
         raise BadInput(problems)
 
@@ -99,15 +103,15 @@ def build_optimizer(
 
 
 def decays(model: nn.Module, name: str) -> bool:
-    """Whether weight decay is for this parameter of `model`: for weights of linear, convolution, embedding and expert
-    layers and LoRA's matrices.
+    """Whether weight decay is for this parameter of `model`: a weight of a linear, convolution, embedding or expert
+    layer, or a matrix of LoRA.
 
-    Not for vectors, whatever they do (biases, scales, gates, sinks), nor for norms and biases that happen to have two
-    dimensions (a norm over heads, a bias of every expert).
+    Not for vectors, whatever they do (biases, scales, gates, sinks) and however many axes of length 1 they have, nor
+    for norms and biases that happen to be matrices (a norm over heads, the biases of all experts).
     """
     owner, _, own_name = name.rpartition(".")
-    module = model.get_submodule(owner)
-    vector = model.get_parameter(name).ndim < 2
+    module, shape = model.get_submodule(owner), model.get_parameter(name).shape
+    vector = len(shape) < 2 or (len(shape) > 2 and sum(size > 1 for size in shape) < 2)
     norm = "norm" in type(module).__name__.lower()
     return not (vector or norm or "bias" in own_name or own_name in _UNDECAYED)
 

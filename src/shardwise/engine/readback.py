@@ -7,17 +7,20 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
+from shardwise.engine.activation_offload import activation_offload_of
 from shardwise.engine.blocks import find_blocks
-from shardwise.engine.checkpointing import is_checkpointed
-from shardwise.engine.compat import CheckpointWrapper, attention_of, is_compiled
+from shardwise.engine.checkpointing import checkpointing_of, planned_checkpointing
+from shardwise.engine.compat import attention_of, is_compiled
 from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.expected import Expected
+from shardwise.engine.loss_head import loss_head_of
 from shardwise.engine.mesh import data_mesh
+from shardwise.engine.names import unwrapped_name
 from shardwise.engine.precision import is_rotary
 from shardwise.engine.readback_units import check_units
 from shardwise.spec.plan import Plan
-from shardwise.spec.units import UnitTable
 
 
 class PlanNotHonoured(RuntimeError):
@@ -28,22 +31,22 @@ class PlanNotHonoured(RuntimeError):
         super().__init__("the live model is not what the plan says:\n  " + "\n  ".join(differences))
 
 
-def check_live_model(model: nn.Module, plan: Plan, mesh: DeviceMesh, table: UnitTable) -> None:
+def check_live_model(model: nn.Module, plan: Plan, mesh: DeviceMesh, expected: Expected) -> None:
     """Compare the live model with the plan: units and their policies, prefetch, reductions, placements, storage dtypes,
-    checkpointing, compilation, attention, buffers.
+    blocks' checkpointing, offload and compilation, loss head, attention, buffers.
 
     Args:
         model: After `apply`.
         plan: What was to be applied.
         mesh: The whole mesh.
-        table: The units, listed before `apply`.
+        expected: From `expect`, before `apply`.
 
     Raises:
         PlanNotHonoured: with every difference found.
     """
     differences = [
-        *check_units(model, plan, table, mesh.device_type),
-        *_check_parameters(model, plan, mesh),
+        *check_units(model, plan, expected.units, mesh.device_type),
+        *_check_parameters(model, plan, mesh, expected),
         *_check_blocks(model, plan),
         *_check_attention(model, plan),
         *_check_buffers(model, plan),
@@ -52,17 +55,19 @@ def check_live_model(model: nn.Module, plan: Plan, mesh: DeviceMesh, table: Unit
         raise PlanNotHonoured(differences)
 
 
-def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> list[str]:
+def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, expected: Expected) -> list[str]:
     over = data_mesh(mesh)
-    placements = (Shard(0),) if plan.mesh.replicate == 1 else (Replicate(), Shard(0))
     differences = []
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             differences.append(f"{name}: not sharded, its gradient would never be reduced")
             continue
-        if parameter.device_mesh != over or tuple(parameter.placements) != placements:
+        placements = expected.placements.get(unwrapped_name(name), ())
+        planned_mesh = over if len(placements) == over.ndim else mesh
+        if parameter.device_mesh != planned_mesh or tuple(parameter.placements) != placements:
             differences.append(
-                f"{name}: placed {parameter.placements} on {parameter.device_mesh}, planned {placements}"
+                f"{name}: placed {parameter.placements} on {parameter.device_mesh}, "
+                f"planned {placements} on {planned_mesh}"
             )
         role = plan.dtypes.trained_storage if parameter.requires_grad else plan.dtypes.frozen_storage
         wanted = None if role is None or role == "checkpoint" else TORCH_DTYPE[role]
@@ -74,11 +79,15 @@ def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> list[st
 
 def _check_blocks(model: nn.Module, plan: Plan) -> Iterator[str]:
     for index, block in enumerate(find_blocks(model).modules):
-        live, planned = isinstance(block, CheckpointWrapper), is_checkpointed(plan.activation_checkpointing, index)
-        if live != planned:
-            yield f"block {index}: checkpointing {'on' if live else 'off'}, planned the opposite"
-        if is_compiled(block) != plan.compile:
-            yield f"block {index}: compiled is {is_compiled(block)}, planned {plan.compile}"
+        offloads = activation_offload_of(block) is not None
+        wanted: list[tuple[str, object, object]] = [
+            ("checkpointing", checkpointing_of(block), planned_checkpointing(plan.activation_checkpointing, index)),
+            ("activation offload", offloads, plan.offload.activations),
+            ("compiled", is_compiled(block), plan.compile),
+        ]
+        yield from (f"block {index}: {what} is {got}, planned {want}" for what, got, want in wanted if got != want)
+    if loss_head_of(model) != plan.loss_head:
+        yield f"loss head is {loss_head_of(model)}, planned {plan.loss_head}"
 
 
 def _check_attention(model: nn.Module, plan: Plan) -> list[str]:

@@ -69,7 +69,10 @@ def _gathers(
         ahead, behind = list(order[:forward]), list(reversed(order))[:backward]
     else:
         place = order.index(name)
-        ahead, behind = list(order[place + 1 : place + 1 + forward]), list(order[max(0, place - backward) : place])[::-1]
+        ahead, behind = (
+            list(order[place + 1 : place + 1 + forward]),
+            list(order[max(0, place - backward) : place])[::-1],
+        )
     yield "forward prefetch", [names[id(module)] for module in facts.forward_prefetch], ahead
     yield "backward prefetch", [names[id(module)] for module in facts.backward_prefetch], behind or [name]
     if device_type == "cpu":

@@ -133,4 +133,3 @@ def set_reductions(
     queue = Reductions(reduce_scatter.buffers) if reduce_scatter.asynchronous else None
     for unit in units:
         unit.set_custom_reduce_scatter(AllToAllReduce(queue, unit))
-

@@ -145,7 +145,12 @@ def refused(plain: nn.Module, reason: str) -> BadInput:
     """Return the refusal of a model."""
     name = plain_class(plain).__name__
     return BadInput(
-        Problem(field="mesh.tensor", value=name, reason=f"cannot be split over a tensor axis: {reason}", fix="remove mesh.tensor")
+        Problem(
+            field="mesh.tensor",
+            value=name,
+            reason=f"cannot be split over a tensor axis: {reason}",
+            fix="remove mesh.tensor",
+        )
     )
 
 

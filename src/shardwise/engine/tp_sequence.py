@@ -39,7 +39,9 @@ def sequence_norms(plain: Any, all_sites: list[Site], words: dict[str, str], blo
             _check_norm(plain, site, words)
             last.append(site.name)
     if len(last) != 1:
-        raise _refused(plain, f"{decoder} has {len(last)} norms after its blocks ({', '.join(last) or 'none'}), not one")
+        raise _refused(
+            plain, f"{decoder} has {len(last)} norms after its blocks ({', '.join(last) or 'none'}), not one"
+        )
     found[last[0]] = replace(ON_SEQUENCE, gives=Replicate())
     _check_parts(plain, all_sites, words, blocks)
     return found

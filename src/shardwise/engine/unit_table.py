@@ -6,42 +6,40 @@ import math
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.tensor.placement_types import Shard
 
 from shardwise.engine.apply import reshards
 from shardwise.engine.checkpointing import is_checkpointed
 from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.tensor_parallel import planned_placements
 from shardwise.engine.units import PlannedUnit, plan_units
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import UnitRow, UnitTable
 
 
-def unit_table(model: nn.Module, plan: Plan, tensor_dims: Mapping[str, int] | None = None) -> UnitTable:
+def unit_table(model: nn.Module, plan: Plan) -> UnitTable:
     """Return the units that `apply` will make of a model on the meta device, adapters included, in its order.
-
-    Args:
-        model: Not yet sharded.
-        plan: What is decided.
-        tensor_dims: Parameter -> dim that tensor parallelism splits.
 
     Raises:
         BadInput: units that cannot be made.
     """
     planned = plan_units(model, plan.units)
+    split = _split_dims(model, plan)
     flows = False
     rows = []
     for unit in planned:
         flows = flows or any(p.requires_grad for _, p in unit.parameters)
-        rows.append(_row(unit, plan, tensor_dims or {}, has_backward=flows))
+        rows.append(_row(unit, plan, split, has_backward=flows))
     return UnitTable(rows=tuple(rows))
 
 
-def _row(unit: PlannedUnit, plan: Plan, tensor_dims: Mapping[str, int], *, has_backward: bool) -> UnitRow:
+def _row(unit: PlannedUnit, plan: Plan, split: Mapping[str, int], *, has_backward: bool) -> UnitRow:
     gathered = padded = reduced = 0
     by_dtype: dict[str, int] = {}
     for name, parameter in unit.parameters:
         shape = list(parameter.shape)
-        if name in tensor_dims:
-            shape[tensor_dims[name]] //= plan.mesh.tensor
+        if name in split:
+            shape[split[name]] //= plan.mesh.tensor
         whole = _padded_elements(shape, plan.mesh.shard)
         gathered += math.prod(shape)
         padded += whole
@@ -66,9 +64,20 @@ def _row(unit: PlannedUnit, plan: Plan, tensor_dims: Mapping[str, int], *, has_b
     )
 
 
+def _split_dims(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Parameter -> dim that tensor parallelism splits."""
+    if plan.mesh.tensor == 1:
+        return {}
+    placed = planned_placements(model, plan.mesh)
+    axes = 2 if plan.mesh.replicate == 1 else 3
+    return {
+        name: last.dim
+        for name, (*_, last) in placed.items()
+        if len(placed[name]) == axes and isinstance(last, Shard)
+    }
+
+
 def _padded_elements(shape: list[int], ranks: int) -> int:
     """Elements of a tensor whose rows are padded to a multiple of `ranks`, as FSDP2 shards it; a scalar is one row."""
     rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     return math.ceil(rows / ranks) * ranks * rest
-
-

@@ -28,9 +28,10 @@ from shardwise.machine.detect import Devices, detect
 from shardwise.machine.resume import as_before, find_start
 from shardwise.planner.decide import Facts, decide
 from shardwise.report.run_folder import RunFolder, RunInfo, choose_folder
-from shardwise.spec.job import Dtype, Job
+from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.strict import Dtype
 from shardwise.spec.units import UnitTable
 
 DEFAULT_LEARNING_RATE = {True: 2e-4, False: 1e-5}

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine import eight_bit
 from shardwise.engine.names import unwrapped_name
+from shardwise.engine.resting_state import empty_state, optimizer_name
 from shardwise.state.manifest import Contents, OptimizerInfo, TensorInfo
 
 _NOT_SAVED = ("foreach", "fused", "capturable", "differentiable", "params", "param_names")
@@ -83,9 +85,10 @@ def _optimizer_info(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
         groups[index].append(name)
         for key, value in optimizer.state.get(parameter, {}).items():
             _check_state(name, key, value, parameter)
-            state.setdefault(name, {})[key] = info(value)
+        if saved := _saved_form(optimizer, parameter):
+            state[name] = {key: info(value) for key, value in saved.items()}
     return OptimizerInfo(
-        name=type(optimizer).__name__,
+        name=optimizer_name(optimizer),
         groups=tuple(tuple(names) for names in groups),
         state=state,
         updates=update_counts(optimizer),
@@ -107,7 +110,7 @@ def optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """Return the state's tensors under `optimizer/<parameter>/<key>`, and the groups' settings as one object."""
     entries: dict[str, Any] = {_GROUPS: pickle.dumps([_settings(group) for group in optimizer.param_groups])}
     for _, name, parameter in _named(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in _saved_form(optimizer, parameter).items():
             entries[f"optimizer/{name}/{key}"] = value
     return entries
 
@@ -115,14 +118,19 @@ def optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def empty_entries(model: nn.Module, optimizer: torch.optim.Optimizer, saved: OptimizerInfo) -> dict[str, Any]:
     """Return tensors to load `saved` into: the optimizer's own where it has them, else new ones sharded as the weights.
 
-    The optimizer takes no step for it.
+    The optimizer takes no step for it. Scales of 8-bit states are left out when they are those of another sharding.
     """
     entries: dict[str, Any] = {_GROUPS: b""}
+    eight_bit_states = optimizer_name(optimizer) == eight_bit.CLASS
     for _, name, parameter in _named(model, optimizer):
         for key, wanted in saved.state.get(name, {}).items():
-            value = optimizer.state.get(parameter, {}).get(key)
+            if eight_bit_states and eight_bit.is_scale(key):
+                if eight_bit.scale_shape(parameter) == wanted.shape:
+                    entries[f"optimizer/{name}/{key}"] = eight_bit.empty_scales(parameter)
+                continue
+            value = None if eight_bit_states else optimizer.state.get(parameter, {}).get(key)
             if value is None or info(value) != wanted:
-                value = _empty(parameter, wanted)
+                value = _empty(optimizer, parameter, wanted)
             entries[f"optimizer/{name}/{key}"] = value
     return entries
 
@@ -134,10 +142,12 @@ def install_entries(
     loaded = optimizer.state_dict()
     numbers = iter(number for group in loaded["param_groups"] for number in group["params"])
     loaded["state"] = {}
-    for _, name, _ in _named(model, optimizer):
+    for _, name, parameter in _named(model, optimizer):
         number = next(numbers)
         if name in saved.state:
-            loaded["state"][number] = {key: entries[f"optimizer/{name}/{key}"] for key in saved.state[name]}
+            places = {key: f"optimizer/{name}/{key}" for key in saved.state[name]}
+            state = {key: entries[place] for key, place in places.items() if place in entries}
+            loaded["state"][number] = _live_form(optimizer, parameter, state)
     for group, settings in zip(loaded["param_groups"], pickle.loads(entries[_GROUPS]), strict=True):
         group.update(settings)
     optimizer.load_state_dict(loaded)
@@ -169,8 +179,20 @@ def _check_state(name: str, key: str, value: object, parameter: torch.Tensor) ->
     raise ValueError(f"optimizer state {key!r} of {name} is neither a number nor shaped as its weight: cannot be saved")
 
 
-def _empty(parameter: torch.Tensor, wanted: TensorInfo) -> torch.Tensor:
+def _empty(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: TensorInfo) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, wanted.dtype)
     if wanted.shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return empty_state(optimizer, parameter, dtype)
     return torch.zeros(wanted.shape, dtype=dtype)
+
+
+def _saved_form(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Return a parameter's state as a checkpoint holds it; only 8-bit states differ from the live ones."""
+    state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
+    return eight_bit.saved_form(parameter, state) if optimizer_name(optimizer) == eight_bit.CLASS else state
+
+
+def _live_form(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, saved: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    return eight_bit.live_form(parameter, saved) if optimizer_name(optimizer) == eight_bit.CLASS else saved

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from shardwise.spec.job import Strict
+from shardwise.spec.strict import Strict
 
 MANIFEST = "checkpoint.json"
 """Name of the manifest inside a checkpoint; a folder without it is not a checkpoint."""

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.engine.dtypes import DTYPE_NAME, TORCH_DTYPE
-from shardwise.spec.job import Dtype
+from shardwise.spec.strict import Dtype
 from shardwise.state import together
 from shardwise.state.export import Exported
 from shardwise.state.probe import generate_answer, probe_logits

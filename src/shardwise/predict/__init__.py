@@ -1,0 +1,1 @@
+"""What a Plan means in figures, before anything runs."""
