@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf,int8]'
 	@touch $@
 
 $(DEMO_INSTALLED): $(INSTALLED) Makefile

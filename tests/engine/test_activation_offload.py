@@ -171,13 +171,13 @@ class _LateStream:
         there = torch.full_like(host, 0x7F)
         target = weakref.ref(there)
 
-        def copy():
+        def back():
             if target() is None:
                 self.written_over += 1
             else:
                 target().copy_(host)
 
-        self.waiting.append(copy)
+        self.waiting.append(back)
         return there
 
     def mark(self):
@@ -230,19 +230,33 @@ def test_the_device_holds_two_blocks_at_most(monkeypatch):
     assert here() == 0
 
 
+def test_a_graph_that_is_given_up_goes():
+    model, batch, trips = _offloaded("none"), make_batch(), []
+    offload = activation_offload_of(find_blocks(model).modules[0])
+    for block in find_blocks(model).modules:
+        block.register_forward_pre_hook(lambda *_: trips.append(offload.last))
+    loss = token_loss(model, batch)
+    assert [trip() is None for trip in trips] == [False] * LAYERS
+    del loss
+    assert [trip() is None for trip in trips] == [True] * LAYERS
+
+
 def test_a_fetch_that_nobody_asked_for_is_waited_for(monkeypatch):
     monkeypatch.setattr(activation_offload, "_side_stream", _LateStream)
     model, batch = _offloaded("none"), make_batch()
     offload = activation_offload_of(find_blocks(model).modules[0])
     hidden = []
-    find_blocks(model).modules[-1].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    handle = find_blocks(model).modules[-1].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
     loss = token_loss(model, batch)
     torch.autograd.grad(loss, hidden[0])
     assert offload.ahead is not None
     assert offload.side.waiting
+    handle.remove()
+    hidden.clear()
     del loss
     model(input_ids=batch.input_ids, use_cache=False)
     assert offload.ahead is None
+    assert not [copy for copy in offload.side.waiting if copy.__name__ == "back"]
     assert offload.side.written_over == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.training import make_job, make_plan, make_expected
+from engine.training import make_expected, make_job, make_plan
 from harness.ranks import run_ranks
 from shardwise.engine.apply import units
 from shardwise.engine.blocks import find_blocks
@@ -85,7 +85,7 @@ def test_every_difference_is_named(tiny, change):
 
 def _against_other_plan(rank, world, job, update):
     plan = make_plan(job, world)
-    mesh, expected = build_mesh(plan.mesh, "cpu"), make_expected(job, plan)
+    mesh = build_mesh(plan.mesh, "cpu")
     model = load_model(job, plan, open_source(job.model), mesh)
     other = plan.model_copy(update=update)
     with pytest.raises(PlanNotHonoured) as caught:

@@ -28,7 +28,7 @@ GROUPED = {"heads": 4, "kv": 2, "head_dim": 16}
 def _job(folder, mesh, **fields):
     world = mesh.get("replicate", 1) * mesh.get("shard", 1) * mesh["tensor"]
     strategy = "FULL_SHARD" if "shard" in mesh else "NO_SHARD"
-    job = make_job(folder, mesh=mesh, fsdp={"strategy": strategy}, micro_batch=1, **fields)
+    job = make_job(folder, mesh=mesh, fsdp={"strategy": strategy}, micro_batch=3, **fields)
     return job, world
 
 
@@ -49,7 +49,8 @@ def _error(given, wanted, scale):
     return float((given - wanted).norm() / max(float(wanted.norm()), 1e-3 * scale))
 
 
-def _assert_equal(job, world, tolerance=2e-6, weights=2e-6):
+def _assert_equal(job, world, tolerance=4e-6, weights=4e-6):
+    """Bounds after three steps: 1e-6 for the order of sums, grown by two updates that AdamW scales up."""
     wanted = _whole(job)
     for live in run_ranks(train_on_rank, world, job):
         assert live.losses == pytest.approx(wanted.losses, rel=tolerance)
@@ -131,8 +132,9 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_plan_equals_one_process(tiny, family):
     mesh, lora, options = FAMILIES[family]
-    job, world = _job(tiny(family, layers=2, vocab=102, **options), mesh, use_lora=lora)
-    _assert_equal(job, world, tolerance=1e-5, weights=2e-5)
+    plain = {"optimizer": "sgd", "learning_rate": 0.1}  # AdamW would scale rounding up where gradients are near zero
+    job, world = _job(tiny(family, layers=2, vocab=102, **options), mesh, use_lora=lora, **plain)
+    _assert_equal(job, world, tolerance=1e-5)
 
 
 def _live_placements(rank, world, job):

@@ -13,8 +13,9 @@ from shardwise.machine.prepare import PreparedRun, prepare_run
 from shardwise.spec.job import Job
 from shardwise.state.live import reshard
 from shardwise.train import loop
-from shardwise.train.loop import run, start
+from shardwise.train.loop import run
 from shardwise.train.signals import StopSignal
+from shardwise.train.training import start
 
 
 def write_rows(path: Path, rows: int = 7) -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from engine.training import batches_of, make_plan
@@ -36,10 +37,9 @@ class Counted:
     """Counts of torch's own CommDebugMode over a third step; empty when not asked for."""
 
 
-def count_steps(rank: int, world: int, job: Job, *, by_torch: bool = False, stop: bool = False) -> Counted:
-    """Body for `run_ranks`."""
+def prepared(rank: int, world: int, job: Job, *, stop: bool = False) -> tuple[Callable[[], None], DeviceMesh]:
+    """Return the product's training step on this rank, ready to run any number of times, and its mesh."""
     source, plan = open_source(job.model), make_plan(job, world)
-    units = unit_table(build_skeleton(job, source.config, source.dtype, source).model, plan)
     mesh = build_mesh(plan.mesh, "cpu")
     model = load_model(job, plan, source, mesh)
     optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate, weight_decay=job.weight_decay)
@@ -57,6 +57,14 @@ def count_steps(rank: int, world: int, job: Job, *, by_torch: bool = False, stop
             stop=StopSignal() if stop else None,
         )
 
+    return step, mesh
+
+
+def count_steps(rank: int, world: int, job: Job, *, by_torch: bool = False, stop: bool = False) -> Counted:
+    """Body for `run_ranks`."""
+    source, plan = open_source(job.model), make_plan(job, world)
+    units = unit_table(build_skeleton(job, source.config, source.dtype, source).model, plan)
+    step, mesh = prepared(rank, world, job, stop=stop)
     counted = []
     for _ in range(2):
         with CollectiveCounter(mesh) as counter:
@@ -67,5 +75,4 @@ def count_steps(rank: int, world: int, job: Job, *, by_torch: bool = False, stop
         with CommDebugMode() as debug:
             step()
         torch_counts = {str(operator): count for operator, count in debug.get_comm_counts().items()}
-    dist.barrier()
     return Counted(*counted, plan, units, torch_counts)

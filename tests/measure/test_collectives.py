@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from engine.training import make_job
 from harness.ranks import run_ranks
@@ -100,7 +100,6 @@ def below_dtensor(rank: int, world: int) -> list[Collectives]:
         partial = distribute_tensor(rows, shard, [Replicate()], src_data_rank=None)
         torch.nn.utils.get_total_norm([partial.redistribute(placements=[Shard(0)])]).full_tensor()
     counts.append(counter.collectives)
-    assert not isinstance(Partial(), Shard)
     return counts
 
 
@@ -167,11 +166,17 @@ def test_an_unknown_collective_is_refused():
 def test_torch_counts_the_same(tiny):
     """torch's CommDebugMode, an independent count without bytes, agrees on a whole step."""
     job = make_job(
-        tiny(layers=2), global_batch=4, micro_batch=1, fsdp={"strategy": "HYBRID_SHARD"}, mesh={"replicate": 2, "shard": 2}
+        tiny(layers=2),
+        global_batch=4,
+        micro_batch=1,
+        fsdp={"strategy": "HYBRID_SHARD"},
+        mesh={"replicate": 2, "shard": 2},
     )
     for counted in run_ranks(lambda rank, world: count_steps(rank, world, job, by_torch=True), 4):
-        ours = {kind: sum(row.count for row in counted.second.rows if row.kind == kind) for kind in
-                ("all_gather", "all_to_all", "all_reduce")}
+        ours = {
+            kind: sum(row.count for row in counted.second.rows if row.kind == kind)
+            for kind in ("all_gather", "all_to_all", "all_reduce")
+        }
         theirs = counted.torch_counts
         assert theirs == {
             "c10d._allgather_base_": ours["all_gather"],

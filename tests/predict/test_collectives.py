@@ -93,9 +93,7 @@ def test_counted_is_planned(tiny, world, micro_batches, fields):
 def test_looking_for_a_stop_costs_one_number_per_further_micro_batch(tiny):
     job = make_job(tiny(layers=2), micro_batch=1, global_batch=6, **FULL)
     for counted in run_ranks(lambda rank, world: count_steps(rank, world, job, stop=True), 2):
-        assert counted.first == collectives_of_step(
-            counted.plan, counted.units, device_type="cpu", looks_for_stop=True
-        )
+        assert counted.first == collectives_of_step(counted.plan, counted.units, device_type="cpu", looks_for_stop=True)
 
 
 def test_a_wrong_plan_is_told_by_kind_axis_and_both_figures(tiny):

@@ -15,12 +15,13 @@ from shardwise.spec.layout import Mesh
 from shardwise.train import checks, loop
 from shardwise.train.checks import TrainingFailed, compare_ranks
 from shardwise.train.signals import StopSignal
+from shardwise.train.training import start
 
 CPU = torch.device("cpu")
 
 
 def _start(prepared):
-    return loop.start(prepared.folder, device=CPU, stop=StopSignal(), say=lambda text: None)
+    return start(prepared.folder, device=CPU, stop=StopSignal(), say=lambda text: None)
 
 
 def _failure(call):

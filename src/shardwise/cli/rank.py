@@ -125,8 +125,9 @@ def _train(folder: RunFolder, info: RunInfo, stop: StopSignal) -> int:
 
     from shardwise.report.progress import Progress
     from shardwise.train.finish import finish
-    from shardwise.train.loop import run, start
+    from shardwise.train.loop import run
     from shardwise.train.metrics import memory_name
+    from shardwise.train.training import start
 
     disable_progress_bar()  # rank 0 shows the run's own
     device = _device(info.device_type) if dist.is_initialized() else _connect(info.device_type, info.backend)

@@ -194,12 +194,11 @@ class _Trip:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         """What autograd keeps in the place of `tensor`."""
-        if type(tensor) is not torch.Tensor or is_view_of_parameter(tensor):
-            return tensor
         storage = tensor.untyped_storage()
         key = _identity(storage)
-        if storage.nbytes() < SMALLEST or key in self.stays:
-            return tensor
+        plain = type(tensor) is torch.Tensor and not is_view_of_parameter(tensor)
+        if not plain or storage.nbytes() < SMALLEST or key in self.stays:
+            return tensor.detach()  # with its history, an output would keep its own graph alive
         cargo = self.cargo.get(key)
         if cargo is None:
             there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

@@ -43,10 +43,10 @@ def _norm(gradients: list[torch.Tensor], axes: tuple[int, ...]) -> torch.Tensor:
     first = gradients[0]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in local]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if not isinstance(first, DTensor):
         return norm
     square = norm.square().to(first.device_mesh.device_type)
     for axis in axes:
         dist.all_reduce(square, group=first.device_mesh.get_group(axis))
-    return square.sqrt()
+    return torch.sqrt(square)

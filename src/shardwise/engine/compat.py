@@ -25,6 +25,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.spec.plan import Plan
+from shardwise.spec.problems import BadInput, Problem
+
 __all__ = ["CheckpointWrapper", "ReduceScatterComm", "TorchDispatchMode", "checkpoint_wrapper"]
 
 
@@ -155,6 +158,30 @@ def set_reduce_buffers(root: FSDPModule, buffers: int) -> None:
 def set_separate_group(root: FSDPModule) -> None:
     """Let a model reduce on a communicator of its own; collective."""
     _since_2_13(root, SINCE_2_13[1])(True)
+
+
+def check_release(plan: Plan) -> None:
+    """Refuse, before ranks start, what this release of torch lacks.
+
+    Raises:
+        BadInput: naming the setting and the release that has it.
+    """
+    wanted = {
+        ("reduce_scatter.buffers", SINCE_2_13[0]): plan.reduce_scatter.buffers if torch.cuda.is_available() else 1,
+        ("reduce_scatter.separate_group", SINCE_2_13[1]): plan.reduce_scatter.separate_group,
+    }
+    problems = [
+        Problem(
+            field=field,
+            value=value,
+            reason=f"needs torch 2.13, and this is torch {torch.__version__}",
+            fix="remove it, or install torch 2.13",
+        )
+        for (field, setter), value in wanted.items()
+        if value not in (1, False) and not hasattr(FSDPModule, setter)
+    ]
+    if problems:
+        raise BadInput(problems)
 
 
 def _since_2_13(root: FSDPModule, setter: str) -> Any:

@@ -80,9 +80,9 @@ class AllToAllReduce(ReduceScatterComm):
         """Where reductions are left; None: each is finished at once."""
         self._unit = weakref.ref(unit)
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,

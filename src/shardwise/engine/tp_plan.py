@@ -56,7 +56,7 @@ ON_SEQUENCE = Style(takes=Shard(1), gives=Shard(1))
 """A whole weight on a part of the sequence; its gradient is summed over the axis."""
 
 _SPLIT_BY_HEAD = ("gpt_neox",)
-"""Model types whose fused projection holds query, key and value of one head side by side, so that it splits by heads."""
+"""Model types whose fused projection holds query, key and value of a head side by side, so that it splits by heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +90,20 @@ def plain_model(model: nn.Module) -> Any:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before `fully_shard` gave it another."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
+    return next(kinds)
 
 
 def sites(plain: nn.Module) -> Iterator[Site]:
     """Yield every module of the plain model that has parameters of its own; an adapted one with its adapter."""
-    inside: list[str] = []
+    adapted = None
     for full, module in plain.named_modules():
         name = unwrapped_name(full + ".").removesuffix(".")
-        if any(name.startswith(outer + ".") for outer in inside):
+        if adapted is not None and name.startswith(adapted + "."):
             continue
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module):
-            inside.append(name)
+            adapted = name
             yield Site(name=name, module=module, base=base)
         elif next(module.parameters(recurse=False), None) is not None:
             yield Site(name=name, module=module, base=module)
@@ -178,8 +179,8 @@ def _derived(plain: Any, all_sites: list[Site], blocks: str) -> dict[str, str]:
     groups: dict[str, list[Site]] = {}
     for site in all_sites:
         if site.name.startswith(blocks + "."):
-            group = container(site.name, blocks) or site.name.rpartition(".")[0]
-            groups.setdefault(group, []).append(site)
+            holder = container(site.name, blocks) or site.name.rpartition(".")[0]
+            groups.setdefault(holder, []).append(site)
     words: dict[str, str] = {}
     for group in groups.values():
         linears = [site for site in group if isinstance(site.base, nn.Linear)]

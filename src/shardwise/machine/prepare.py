@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.data.prepared import PreparedData, prepare
+from shardwise.engine.check import check_plan
 from shardwise.engine.compat import attention_of
 from shardwise.engine.load import Skeleton, build_skeleton, frozen_storage
 from shardwise.engine.source import (
@@ -88,7 +89,9 @@ def preview(job: Job, *, nproc: int | None = None) -> Preview:
     stored = declared_dtype(config) if source is None else source.dtype
     job = _fit_seq_len(job, config)
     skeleton = build_skeleton(job, config, stored, source)
-    return _resolved(job, skeleton.model, decide(job, _facts(skeleton, devices, stored, job)), devices)
+    plan = decide(job, _facts(skeleton, devices, stored, job))
+    check_plan(skeleton.model, plan, devices.device_type)
+    return _resolved(job, skeleton.model, plan, devices)
 
 
 def _facts(skeleton: Skeleton, devices: Devices, stored: Dtype, job: Job) -> Facts:
@@ -157,6 +160,7 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     job = _fit_seq_len(job, source.config)
     skeleton = build_skeleton(job, source.config, source.dtype, source)
     plan = decide(job, _facts(skeleton, devices, source.dtype, job))
+    split_notes = check_plan(skeleton.model, plan, devices.device_type)
     data = _prepare_data(job, source, skeleton.plain_model)
     seen = _resolved(job, skeleton.model, plan, devices)
     resolved = seen.job.model_copy(update={"output": str(folder.path)})
@@ -180,7 +184,7 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
         folder=folder,
         preview=Preview(job=resolved, plan=plan, units=seen.units, devices=devices),
         info=info,
-        data_lines=[*data.summary.lines(), *notes, *start.notes],
+        data_lines=[*data.summary.lines(), *split_notes, *notes, *start.notes],
     )
 
 

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
+from shardwise.spec.collectives import Collectives
 from shardwise.spec.job import Job
+from shardwise.spec.ledger import DtypeLedger
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.strict import Strict
@@ -59,6 +61,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.plan = path / "plan.yaml"
         self.units = path / "units.json"
+        self.first_step = path / "first_step.json"
         self.info = path / "run.json"
         self.versions = path / "versions.json"
         self.status = path / "status.json"
@@ -108,6 +111,15 @@ class RunFolder:
         stored = yaml.safe_load(self.plan.read_text())
         stored.pop("fingerprint", None)
         return Plan.model_validate(stored)
+
+    def read_units(self) -> UnitTable:
+        """Return the communication units."""
+        return UnitTable.model_validate_json(self.units.read_text())
+
+    def write_first_step(self, collectives: Collectives, dtypes: DtypeLedger) -> None:
+        """Record what the first step of a start did: its collectives, and the dtype of every role."""
+        found = {"collectives": collectives.model_dump(mode="json"), "dtypes": dtypes.model_dump(mode="json")}
+        write_text(self.first_step, json.dumps(found, indent=1))
 
     def read_info(self) -> RunInfo:
         """Return the run's facts."""

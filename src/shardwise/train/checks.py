@@ -115,11 +115,17 @@ def _digest(model: nn.Module, *, split: bool) -> str:
     """Hash this rank's shards of what is trained: of the parameters that the tensor axis splits, or of all others."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
-        names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-        is_split = "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
-        if not parameter.requires_grad or is_split is not split:
+        if not parameter.requires_grad or _is_split(parameter) is not split:
             continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         digest.update(name.encode())
-        digest.update(local.detach().contiguous().cpu().view(torch.uint8).numpy())
+        digest.update(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _is_split(parameter: torch.Tensor) -> bool:
+    """Whether ranks of one tensor group hold different parts of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()

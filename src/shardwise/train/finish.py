@@ -15,7 +15,8 @@ from shardwise.spec.strict import Dtype
 from shardwise.state.export import Exported, export_adapter, export_merged
 from shardwise.state.probe import probe_logits
 from shardwise.state.verify import Verification, verify_export
-from shardwise.train.loop import Outcome, Training
+from shardwise.train.loop import Outcome
+from shardwise.train.training import Training
 
 PROBE_TOKENS = 64
 """Length of the row on which an export's logits are compared with the live model's."""

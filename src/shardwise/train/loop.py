@@ -3,80 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from shardwise.data.loader import HeldOutBatches, TrainBatches, pad_token_id
-from shardwise.data.prepared import Rows
-from shardwise.engine.load import load_model
-from shardwise.engine.mesh import build_mesh, data_rank
-from shardwise.engine.optimizer import Schedule, build_optimizer, set_learning_rate
-from shardwise.engine.scaler import build_scaler
-from shardwise.engine.source import Source, open_source
+from shardwise.engine.mesh import data_rank
+from shardwise.engine.optimizer import Schedule, set_learning_rate
+from shardwise.report.first_step import first_step_lines
 from shardwise.report.progress import Progress
-from shardwise.report.run_folder import RunFolder, RunInfo
-from shardwise.spec.job import Job
-from shardwise.spec.plan import Plan
-from shardwise.state.checkpoint import TrainingProgress, load, save
+from shardwise.state.checkpoint import TrainingProgress, save
 from shardwise.state.live import reshard
 from shardwise.train.checks import NotFinite, TrainingFailed, check_adapters, check_replicas, compare_ranks
 from shardwise.train.evaluate import held_out_loss
+from shardwise.train.first_step import watch
 from shardwise.train.metrics import MetricsLog, memory_bytes, memory_name
 from shardwise.train.signals import StopSignal, any_rank
 from shardwise.train.step import StepResult, training_step
+from shardwise.train.training import Training
 
 SLOW_STEP_S = 5.0
 """Seconds of a step from which on a stop is looked for between its micro-batches too: torchrun waits 30 s at most."""
-
-
-HELD_OUT_PER_TRAINED = 2
-"""Held-out rows per forward for each training row: without a backward, two need less memory than one."""
-
-
-@dataclass(kw_only=True)
-class Training:
-    """A run in progress on one rank: everything that a step needs."""
-
-    folder: RunFolder
-    """Where the run is kept."""
-    job: Job
-    """What was asked."""
-    plan: Plan
-    """What was decided."""
-    info: RunInfo
-    """Ranks and number of steps."""
-    source: Source
-    """Where the model came from."""
-    device: torch.device
-    """This rank's device."""
-    model: nn.Module
-    """The live, sharded model."""
-    optimizer: torch.optim.Optimizer
-    """Over what trains."""
-    scaler: torch.amp.GradScaler
-    """Disabled unless the computation is in fp16."""
-    batches: TrainBatches
-    """This rank's training micro-batches."""
-    held_out: HeldOutBatches | None
-    """This rank's held-out batches."""
-    stop: StopSignal
-    """Asked to end early."""
-    step: int = 0
-    """Optimizer steps done."""
-    samples_seen: int = 0
-    """Position in the data, in rows of all ranks."""
-    last: StepResult | None = None
-    """The newest step."""
-    adapters_checked: bool = False
-    """Every adapter was seen to get a gradient."""
-    held_out_losses: dict[int, float] = field(default_factory=dict)
-    """Step -> held-out loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,61 +41,6 @@ class Outcome:
     """Held-out loss (without held-out rows: training loss) before training, when known."""
     last_loss: float | None
     """The same after the last step."""
-
-
-def start(folder: RunFolder, *, device: torch.device, stop: StopSignal, say: Callable[[str], None]) -> Training:
-    """Load model, data and, when resuming, state of a prepared run. Needs the process group; every rank calls it.
-
-    Raises:
-        BadInput: weights or checkpoint do not fit.
-        PlanNotHonoured: the live model is not what the plan says.
-    """
-    job, plan, info = folder.read_job(), folder.read_plan(), folder.read_info()
-    rank = dist.get_rank()
-    place = data_rank(plan.mesh, rank)
-    torch.manual_seed(job.seed * 100_003 + place)
-    source = open_source(job.model)
-    model = load_model(job, plan, source, build_mesh(plan.mesh, device.type))
-    optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate or 0.0, weight_decay=job.weight_decay)
-    pad_id = pad_token_id(source.tokenizer())
-    share = {"rank": place, "data_ranks": plan.mesh.data_ranks, "pad_id": pad_id}
-    held_out_rows = HELD_OUT_PER_TRAINED * plan.micro_batch
-    held_out_file = folder.data / "held_out.arrow"
-    training = Training(
-        folder=folder,
-        job=job,
-        plan=plan,
-        info=info,
-        source=source,
-        device=device,
-        model=model,
-        optimizer=optimizer,
-        scaler=build_scaler(plan, device.type),
-        batches=TrainBatches(
-            Rows.open(folder.data / "train.arrow"),
-            seed=job.seed,
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch,
-            **share,
-        ),
-        held_out=HeldOutBatches(Rows.open(held_out_file), micro_batch=held_out_rows, **share)
-        if held_out_file.is_file()
-        else None,
-        stop=stop,
-    )
-    if info.resume_from is not None:
-        _resume(training, Path(info.resume_from), say)
-    return training
-
-
-def _resume(training: Training, path: Path, say: Callable[[str], None]) -> None:
-    loaded = load(path, model=training.model, optimizer=training.optimizer)
-    training.step, training.samples_seen = loaded.progress.step, loaded.progress.samples_seen
-    training.scaler.load_state_dict(loaded.extra["scaler"])
-    training.held_out_losses = {int(step): loss for step, loss in loaded.extra["held_out_losses"].items()}
-    say(f"resumed from {path.name}: step {training.step}, {training.samples_seen} rows seen")
-    for note in loaded.notes:
-        say(f"  {note}")
 
 
 def run(training: Training, *, progress: Progress | None) -> Outcome:
@@ -173,7 +66,7 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
     while training.step < info.total_steps and not training.stop.agreed(training.device):
         started = time.perf_counter()
         set_learning_rate(training.optimizer, schedule.at(training.step))
-        result = _step(training, stop=training.stop if slow else None)
+        result = _step(training, stop=training.stop if slow else None, progress=progress)
         if result is None:
             break
         seconds = time.perf_counter() - started
@@ -195,8 +88,29 @@ def run(training: Training, *, progress: Progress | None) -> Outcome:
     return _outcome(training, saved)
 
 
-def _step(training: Training, *, stop: StopSignal | None) -> StepResult | None:
-    """Train on the next global batch; the numbers that stop a run come with the rows that they come from."""
+def _step(training: Training, *, stop: StopSignal | None, progress: Progress | None) -> StepResult | None:
+    """Train on the next global batch, the first time under observation."""
+    if training.watched:
+        return _trained(training, stop)
+    result, watched = watch(
+        lambda: _trained(training, stop),
+        model=training.model,
+        optimizer=training.optimizer,
+        plan=training.plan,
+        units=training.units,
+        mesh=training.mesh,
+    )
+    if watched is not None:
+        training.watched = True
+        if dist.get_rank() == 0:
+            training.folder.write_first_step(watched.collectives, watched.dtypes)
+        if progress is not None:
+            progress.message("\n".join(first_step_lines(watched.collectives, watched.dtypes)))
+    return result
+
+
+def _trained(training: Training, stop: StopSignal | None) -> StepResult | None:
+    """Run one step; the numbers that stop a run come with the rows that they come from."""
     try:
         return training_step(
             training.model,
