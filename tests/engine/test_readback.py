@@ -10,6 +10,7 @@ from engine.training import make_expected, make_job, make_plan
 from harness.ranks import run_ranks
 from shardwise.engine.apply import units
 from shardwise.engine.blocks import find_blocks
+from shardwise.engine.compat import ReduceScatterComm, gather_in_background, unit_facts
 from shardwise.engine.load import load_model
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.readback import PlanNotHonoured, check_live_model
@@ -45,14 +46,64 @@ def _cast_rotary(model):
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
 
 
+def _nothing_ahead(model):
+    units(model)[1].set_modules_to_forward_prefetch([])
+
+
+def _default_backward_order(model):
+    units(model)[2].set_modules_to_backward_prefetch([])
+
+
+def _blocking_gathers(model):
+    gather_in_background(model, False)
+
+
+def _other_reduce_scatter(model):
+    class Other(ReduceScatterComm):
+        allocate = __call__ = None
+        __abstractmethods__ = frozenset()
+
+    units(model)[1].set_custom_reduce_scatter(Other())
+
+
+def _more_in_flight(model):
+    unit_facts(units(model)[1]).reduce_scatter.queue.buffers = 7
+
+
+def _unsynchronised(model):
+    model.set_requires_gradient_sync(False)
+
+
+def _unsynchronised_replicas(model):
+    model.set_requires_all_reduce(False)
+
+
+def _unwrapped_block(model):
+    blocks = find_blocks(model).modules
+    blocks[1].checkpoint_fn.keywords["context_fn"] = None
+
+
+def _compiled_block(model):
+    find_blocks(model).modules[0].compile()
+
+
 CHANGES = {
+    _nothing_ahead: "unit model.layers.0: forward prefetch is [], planned ['model.layers.1']",
+    _default_backward_order: "unit model.layers.1: backward prefetch is [], planned ['model.layers.0']",
+    _blocking_gathers: "background gathers is False, planned True",
+    _other_reduce_scatter: "reduce-scatter is Other, planned AllToAllReduce",
+    _more_in_flight: "reductions in flight is 7, planned 2",
+    _unsynchronised: "reduces gradients is (False, False), planned (True, True)",
+    _unsynchronised_replicas: "reduces gradients is (True, False), planned (True, True)",
+    _unwrapped_block: "block 1: checkpointing is full, planned selective",
+    _compiled_block: "block 0: compiled is True, planned False",
     _untouched: None,
     _late_layer: "added.weight: not sharded",
     _other_dtype: "stored in torch.bfloat16, planned torch.float32",
     _averaged: "gradients summed is False",
     _kept_gathered: "reshard_after_forward is False, planned True",
     _other_attention: "attention is eager, planned sdpa",
-    _cast_rotary: "rotary expected",
+    _cast_rotary: "rotary table",
 }
 
 
@@ -74,6 +125,7 @@ def test_every_difference_is_named(tiny, change):
         tiny("llama"),
         fsdp={"strategy": "FULL_SHARD"},
         micro_batch=3,
+        activation_checkpointing="selective",
         mixed_precision={"param_dtype": "fp32", "buffer_dtype": "fp32"},
     )
     found = run_ranks(_check, 2, job, change)[0]

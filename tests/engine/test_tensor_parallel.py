@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from engine.training import GLOBAL_BATCH, make_job, make_plan, train_on_rank, whole_batch
+from engine.training import GLOBAL_BATCH, full, make_job, make_plan, one_process_model, train_on_rank, whole_batch
 from harness.ranks import run_ranks
 from shardwise.engine.compat import strided_shard
 from shardwise.engine.load import build_skeleton, load_model
 from shardwise.engine.mesh import build_mesh, data_rank
-from shardwise.engine.names import unwrapped_name
+from shardwise.engine.names import base_name, unwrapped_name
 from shardwise.engine.source import open_source
 from shardwise.engine.tensor_parallel import planned_placements
 from shardwise.spec.layout import Mesh
@@ -135,6 +135,23 @@ def test_every_kind_of_plan_equals_one_process(tiny, family):
     plain = {"optimizer": "sgd", "learning_rate": 0.1}  # AdamW would scale rounding up where gradients are near zero
     job, world = _job(tiny(family, layers=2, vocab=102, **options), mesh, use_lora=lora, **plain)
     _assert_equal(job, world, tolerance=1e-5)
+
+
+def _loaded(rank, world, job):
+    plan = make_plan(job, world)
+    model = load_model(job, plan, open_source(job.model), build_mesh(plan.mesh, "cpu"))
+    return {base_name(name): full(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", [SHARD_TENSOR, REPLICATE_TENSOR], ids=str)
+def test_every_rank_reads_its_slices_and_adapters_start_the_same(tiny, mesh):
+    """102 rows of vocabulary over 2 x 2 ranks, adapters of 3 rows over 2: parts of unequal size."""
+    job, world = _job(tiny("qwen2", layers=2, vocab=102, **GROUPED), mesh, use_lora=True)
+    wanted = {base_name(name): parameter for name, parameter in one_process_model(job).named_parameters()}
+    for live in run_ranks(_loaded, world, job):
+        assert live.keys() == wanted.keys()
+        for name, weight in live.items():
+            assert torch.equal(weight, wanted[name]), name
 
 
 def _live_placements(rank, world, job):

@@ -33,6 +33,8 @@ class Counted:
     second: Collectives
     plan: Plan
     units: UnitTable
+    tokens: tuple[tuple[int, int], ...]
+    """Rows and padded length of each micro-batch."""
     torch_counts: dict[str, int]
     """Counts of torch's own CommDebugMode over a third step; empty when not asked for."""
 
@@ -75,4 +77,6 @@ def count_steps(rank: int, world: int, job: Job, *, by_torch: bool = False, stop
         with CommDebugMode() as debug:
             step()
         torch_counts = {str(operator): count for operator, count in debug.get_comm_counts().items()}
-    return Counted(*counted, plan, units, torch_counts)
+    batches = batches_of(job, plan, data_rank(plan.mesh, rank), plan.mesh.data_ranks).micro_batches(0)
+    tokens = tuple((int(batch.input_ids.shape[0]), int(batch.input_ids.shape[1])) for batch in batches)
+    return Counted(*counted, plan, units, tokens, torch_counts)

@@ -55,14 +55,14 @@ def gloo_bytes(rank: int, world: int) -> dict[tuple[str, int], float]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_sends_what_the_formula_says(world):
-    """Tiny calls, nearly all headers, within 12 %; others within 3 %; large ones are the payload alone within 1 %."""
+    """Tiny calls, nearly all headers, within 20 %; others within 3 %; large ones are the payload alone within 1 %."""
     measured = in_own_network(run_ranks, gloo_bytes, world)[0]
     payload = {"all_gather": 1, "all_to_all": 1, "all_reduce": 2, "reduce_scatter": 2}
     for (kind, size), seen in measured.items():
         one = Collectives.of({(kind, "shard", size): 1})
         said = wire_bytes(one, Mesh(shard=world))
         assert said.payload_bytes == pytest.approx(payload[kind] * (world - 1) / world * size)
-        assert world * said.on_wire() == pytest.approx(seen, rel=0.12 if size < 1000 else 0.03), (kind, size)
+        assert world * said.on_wire() == pytest.approx(seen, rel=0.2 if size < 1000 else 0.03), (kind, size)
         if size >= 1 << 20:
             assert world * said.payload_bytes == pytest.approx(seen, rel=0.01), kind
 

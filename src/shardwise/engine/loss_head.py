@@ -193,7 +193,7 @@ def _loss_in_place_of_logits(installed: LossHead, labels: torch.Tensor) -> Itera
 
 
 def _gathered(project: Project, mesh: DeviceMesh) -> Project:
-    """Return a head that tensor parallelism has split, as it is for plain tensors: hidden states in, whole logits out."""
+    """Return a head split by tensor parallelism as one for plain tensors: hidden states in, whole logits out."""
 
     def whole(hidden: torch.Tensor) -> torch.Tensor:
         split = cast(DTensor, project(DTensor.from_local(hidden, mesh, [Replicate()])))

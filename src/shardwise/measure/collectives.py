@@ -60,7 +60,7 @@ LOCAL = ("c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_function
 """Operators beside them that send nothing."""
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that counts the collectives which this rank issues inside it; nothing stays installed.
 
         with CollectiveCounter(mesh) as counter:
@@ -73,7 +73,7 @@ class CollectiveCounter(TorchDispatchMode):
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._axes = GroupNames(mesh)
         self._counts: Counter[Key] = Counter()
 
@@ -97,7 +97,7 @@ class CollectiveCounter(TorchDispatchMode):
         return result
 
     def _count(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> None:
-        name = operator.name()
+        name: str = operator.name()  # type: ignore[no-untyped-call]
         if name not in COLLECTIVES:
             if operator.namespace in ("c10d", "_c10d_functional") and name not in LOCAL:
                 raise UnsupportedRelease(f"torch {torch.__version__}: {name} is not known here, it cannot be counted")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shardwise.spec.collectives import Collectives, Key
+from shardwise.predict.tensor_axis import TensorWork, norm_groups, tensor_exchanges
+from shardwise.spec.collectives import CollectiveKind, Collectives, Key
 from shardwise.spec.plan import Mesh, Plan
 from shardwise.spec.units import UnitRow, UnitTable
 
@@ -20,7 +21,14 @@ STOP_BYTES = 8
 """Whether to stop, int64."""
 
 
-def collectives_of_step(plan: Plan, units: UnitTable, *, device_type: str, looks_for_stop: bool = False) -> Collectives:
+def collectives_of_step(
+    plan: Plan,
+    units: UnitTable,
+    *,
+    device_type: str,
+    looks_for_stop: bool = False,
+    tensor: TensorWork | None = None,
+) -> Collectives:
     """Return the collectives of one optimizer step, equal on all ranks.
 
     Args:
@@ -28,13 +36,19 @@ def collectives_of_step(plan: Plan, units: UnitTable, *, device_type: str, looks
         units: The model's communication units.
         device_type: On `cpu` an all-to-all of the same bytes takes the place of the reduce-scatter.
         looks_for_stop: Ranks agree before each further micro-batch whether to go on, as they do in slow steps.
+        tensor: What the tensor axis works on; needed where it has several ranks, else ValueError.
     """
+    if plan.mesh.tensor > 1 and tensor is None:
+        raise ValueError("what a tensor axis exchanges depends on activations: give `tensor`")
     counts: Counter[Key] = Counter()
     for unit in units.rows:
         if unit.parameters:
             counts += _gathers(unit, plan)
             counts += _reductions(unit, plan, device_type)
     counts += _agreements(plan, looks_for_stop)
+    counts += _norm_and_overflow(plan, tensor)
+    if tensor is not None:
+        counts += tensor_exchanges(plan, tensor)
     return Collectives.of(counts)
 
 
@@ -56,7 +70,7 @@ def _reductions(unit: UnitRow, plan: Plan, device_type: str) -> Counter[Key]:
     counts: Counter[Key] = Counter()
     whole, mode, steps = unit.reduce_scatter_bytes, plan.accumulation_mode, plan.accumulation_steps
     if whole and plan.mesh.shard > 1:
-        kind = "all_to_all" if device_type == "cpu" else "reduce_scatter"
+        kind: CollectiveKind = "all_to_all" if device_type == "cpu" else "reduce_scatter"
         counts[kind, "shard", whole] += 1 if mode == "defer_all" else steps
     if whole and plan.mesh.replicate > 1:
         counts["all_reduce", "replicate", whole // plan.mesh.shard] += steps if mode == "reduce_each" else 1
@@ -64,18 +78,28 @@ def _reductions(unit: UnitRow, plan: Plan, device_type: str) -> Counter[Key]:
 
 
 def _agreements(plan: Plan, looks_for_stop: bool) -> Counter[Key]:
-    """What all ranks agree on: counts, loss, gradient norm, overflow, stop."""
+    """What all ranks agree on: counts, loss, overflow, stop."""
     world = world_axis(plan.mesh)
     counts: Counter[Key] = Counter({("all_reduce", world, COUNTS_BYTES): 1})
     counts["all_reduce", world, LOSS_BYTES] += 1
-    if plan.mesh.shard > 1:
-        counts["all_reduce", "shard", NORM_BYTES] += 1
     if plan.dtypes.loss_scaling:
         counts["all_reduce", world, OVERFLOW_BYTES] += 1
-        if plan.mesh.shard > 1:
-            counts["all_reduce", "shard", OVERFLOW_BYTES] += 1
     if looks_for_stop:
         counts["all_reduce", world, STOP_BYTES] += plan.accumulation_steps - 1
+    return counts
+
+
+def _norm_and_overflow(plan: Plan, tensor: TensorWork | None) -> Counter[Key]:
+    """The gradient norm is summed over the axes that split gradients; the scaler asks those of the first gradient."""
+    counts: Counter[Key] = Counter()
+    if plan.mesh.shard > 1:
+        counts["all_reduce", "shard", NORM_BYTES] += 1 if tensor is None else norm_groups(plan, tensor)
+        counts["all_reduce", "shard", OVERFLOW_BYTES] += int(plan.dtypes.loss_scaling)
+    if tensor is not None:
+        counts["all_reduce", "tensor", NORM_BYTES] += 1
+        counts["all_reduce", "tensor", OVERFLOW_BYTES] += int(
+            plan.dtypes.loss_scaling and tensor.vocabulary is not None
+        )
     return counts
 
 

@@ -112,5 +112,8 @@ class SideBySide:
 
 
 def _last_words(output: HostOutput) -> str:
-    lines = (output.stderr.strip() or output.stdout.strip()).splitlines()[-LAST_LINES:]
+    """What a host said last, up to where torchrun begins to sum up: the reason stands before that."""
+    lines = (output.stderr.strip() or output.stdout.strip()).splitlines()
+    summary = next((place for place, line in enumerate(lines) if "failed (exitcode" in line), len(lines))
+    lines = (lines[:summary] or lines)[-LAST_LINES:]
     return "\n".join([f"host {output.host} (exit code {output.exit_code}):", *(f"  {line}" for line in lines)])
