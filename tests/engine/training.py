@@ -110,7 +110,9 @@ def train_on_rank(rank: int, world: int, job: Job, steps: int = STEPS) -> Trace:
     """Body for `run_ranks`: the product's own loading, sharding and steps."""
     source, plan = open_source(job.model), make_plan(job, world)
     model = load_model(job, plan, source, build_mesh(plan.mesh, "cpu"))
-    optimizer = build_optimizer(model, plan, learning_rate=job.learning_rate, weight_decay=job.weight_decay)
+    optimizer = build_optimizer(
+        model, plan, learning_rate=job.learning_rate, weight_decay=job.weight_decay, momentum=job.momentum
+    )
     batches, scaler = batches_of(job, plan, data_rank(plan.mesh, rank), plan.mesh.data_ranks), build_scaler(plan, "cpu")
     results: list[StepResult] = []
     position = 0
@@ -197,7 +199,9 @@ def train_alone(
     """
     model = one_process_model(job)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(model, _alone(job), learning_rate=job.learning_rate, weight_decay=job.weight_decay)
+    optimizer = build_optimizer(
+        model, _alone(job), learning_rate=job.learning_rate, weight_decay=job.weight_decay, momentum=job.momentum
+    )
     layout = ranks if norms is not None else 1
     sources = [_layout(job, rank, layout, accumulation if norms is not None else 1) for rank in range(layout)]
     trace = Trace(losses=[], norms=[], gradients={}, weights={})
@@ -231,7 +235,9 @@ def train_alone(
 
 def _alone(job: Job) -> Plan:
     """The job's plan in one process: only its optimizer matters."""
-    plain = {name: Job.model_fields[name].default for name in ("fsdp", "mesh", "units", "reduce_scatter", "accumulation")}
+    plain = {
+        name: Job.model_fields[name].default for name in ("fsdp", "mesh", "units", "reduce_scatter", "accumulation")
+    }
     return make_plan(job.model_copy(update=plain), 1)
 
 

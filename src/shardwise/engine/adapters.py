@@ -1,4 +1,4 @@
-"""LoRA adapters: injected before sharding, initialised the same on every layout."""
+"""LoRA adapters and modules trained whole beside them: injected before sharding, the same on every layout."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.engine.blocks import find_blocks
 from shardwise.engine.compat import local_slices
 from shardwise.engine.names import unwrapped_name
 from shardwise.spec.job import Job
@@ -48,23 +49,109 @@ def _check_targets(model: nn.Module, targets: list[str]) -> None:
             fix=did_you_mean(target, known),
         )
         for target in targets
-        if not any(name == target or name.endswith("." + target) for name in names)
+        if not any(_goes_by(name, target) for name in names)
     ]
     if problems:
         raise BadInput(problems)
 
 
+def _goes_by(name: str, given: str) -> bool:
+    """Whether a module goes by a name that was given: its own, or the last parts of it."""
+    return name == given or name.endswith("." + given)
+
+
+def _lies_in(name: str, outer: list[str]) -> bool:
+    return any(name == one or name.startswith(one + ".") for one in outer)
+
+
+def _whole_modules(model: nn.Module, job: Job) -> list[str]:
+    """Return the full names of the modules that are trained whole.
+
+    Raises:
+        BadInput: naming every module that cannot be, and why.
+    """
+    if job.lora_modules_to_save and job.mesh.tensor > 1:
+        given, tensor = job.lora_modules_to_save, job.mesh.tensor
+        reason = f"contradicts mesh.tensor: {tensor}, which does not split modules that exist twice"
+        raise BadInput(Problem(field="lora_modules_to_save", value=given, reason=reason, fix="remove one of the two"))
+    whole = {given: [n for n, _ in model.named_modules() if _goes_by(n, given)] for given in job.lora_modules_to_save}
+    weighty = {name.rpartition(".")[2] for name, module in model.named_modules() if _num_parameters(module)}
+    known = sorted(name for name in weighty if name and not name.isdigit())
+    problems = []
+    for given, names in whole.items():
+        reason = "matches no module of this model"
+        if names:
+            reason = next(filter(None, (_why_not_whole(model, job, name, whole) for name in names)), "")
+        if reason:
+            allowed, fix = ("", "remove it") if names else (", ".join(known), did_you_mean(given, known))
+            problems.append(Problem(field="lora_modules_to_save", value=given, reason=reason, allowed=allowed, fix=fix))
+    if problems:
+        raise BadInput(problems)
+    return [name for names in whole.values() for name in names]
+
+
+def _why_not_whole(model: nn.Module, job: Job, name: str, whole: dict[str, list[str]]) -> str:
+    """Return why a module cannot be trained whole beside adapters; "" when it can."""
+    module = model.get_submodule(name)
+    inside = {id(inner) for inner in module.modules()}
+    weights = {id(parameter) for parameter in module.parameters()}
+    if not weights:
+        return f"{name} has no weights"
+    if any(id(block) in inside for block in find_blocks(model).modules):
+        return f"{name} holds a whole block, which full fine-tuning (use_lora: false) is for"
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        return f"{name} is a {type(module).__name__}, which is never called"
+    outer = next((one for names in whole.values() for one in names if one != name and _lies_in(name, [one])), None)
+    if outer is not None:
+        return f"{name} lies in {outer}, which is trained whole"
+    for shared, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in weights and not shared.startswith(name + "."):
+            return f"{name} shares its weights with {shared.rpartition('.')[0]}, and a trained copy would part them"
+    for target in [] if job.lora_targets == "all_linear" else job.lora_targets:
+        if any(_is_linear(m) and _goes_by(n, target) and _lies_in(n, [name]) for n, m in model.named_modules()):
+            return f"{name} contradicts lora_targets: {target} gets an adapter, and cannot be trained whole as well"
+    return ""
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(1 for _ in module.parameters())
+
+
+def _names_for_peft(model: nn.Module, job: Job, whole: list[str]) -> list[str] | None:
+    """Return names by which PEFT finds exactly the modules `whole`; None when there are none.
+
+    PEFT takes every module whose name ends in the letters given (`norm`: `input_layernorm` too): then full names.
+    """
+    names = [name for name, _ in model.named_modules()]
+    by_letters = {name for name in names if any(name.endswith(given) for given in job.lora_modules_to_save)}
+    return (list(job.lora_modules_to_save) if by_letters == set(whole) else whole) or None
+
+
+def _all_linear(model: nn.Module, job: Job, whole: list[str]) -> list[str]:
+    """Return the suffixes of linear layers outside the head and outside what is trained whole."""
+    outside = {name.rpartition(".")[2] for name, module in model.named_modules() if not _lies_in(name, whole)}
+    targets = [suffix for suffix in linear_suffixes(model) if suffix in outside]
+    if whole and not targets:
+        given, reason = job.lora_modules_to_save, "leaves no linear layer for an adapter"
+        raise BadInput(
+            Problem(field="lora_modules_to_save", value=given, reason=reason, fix="train all weights: use_lora: false")
+        )
+    return targets
+
+
 def add_adapters(model: nn.Module, job: Job) -> nn.Module:
-    """Freeze `model` and add LoRA adapters in fp32; returns the PEFT model.
+    """Freeze `model`, add LoRA adapters in fp32 and trained copies of whole modules; returns the PEFT model.
 
     Works on the meta device. Called before checkpointing and sharding: adapters added later would stay whole on every
     rank and never be reduced.
 
     Raises:
-        BadInput: when a target matches no linear layer, or PEFT does not support it on this model.
+        BadInput: when a target matches no linear layer, a module cannot be trained whole, or PEFT does not support an
+            adapter on this model.
     """
+    whole = _whole_modules(model, job)
     if job.lora_targets == "all_linear":
-        targets = linear_suffixes(model)
+        targets = _all_linear(model, job, whole)
     else:
         _check_targets(model, job.lora_targets)
         targets = list(job.lora_targets)
@@ -74,6 +161,7 @@ def add_adapters(model: nn.Module, job: Job) -> nn.Module:
         lora_alpha=lora_alpha(job),
         lora_dropout=job.lora_dropout,
         target_modules=targets,
+        modules_to_save=_names_for_peft(model, job, whole),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     try:

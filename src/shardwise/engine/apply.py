@@ -41,7 +41,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
     across = tensor_mesh(mesh)
     if across is not None:
         parallelize(model, across, sequence_parallel=plan.mesh.sequence_parallel)
-    planned = plan_units(model, plan.units)
+    planned = plan_units(model, plan)
     blocks = find_blocks(model).modules
     originals = list(blocks)
     wrap_blocks(blocks, plan.activation_checkpointing)
@@ -57,7 +57,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
         sum_gradients(unit)
     inner = [cast(FSDPModule, wrappers.get(id(unit.modules[0]), unit.modules[0])) for unit in planned[:-1]]
     root = cast(FSDPModule, model)
-    set_prefetch(root, inner, plan.prefetch, mesh.device_type)
+    set_prefetch(root, inner, planned[:-1], plan.prefetch, mesh.device_type)
     set_reductions(root, live, plan.reduce_scatter, device_type=mesh.device_type, shard=plan.mesh.shard)
     return root
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatterComm
 from torch.distributed.tensor import DTensor
@@ -142,7 +142,7 @@ def gather_in_background(root: FSDPModule, enabled: bool) -> None:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` at the end of the backward that is running, as FSDP2's own last step does."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 SINCE_2_13 = ("set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group")
@@ -316,7 +316,7 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     name: str = group if isinstance(group, str) else group.group_name
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+    return tuple(dist.get_process_group_ranks(cast(Any, distributed_c10d)._resolve_process_group(name)))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -10,28 +11,59 @@ from shardwise.engine.compat import gather_in_background
 from shardwise.spec.layout import Prefetch
 
 
-def set_prefetch(root: FSDPModule, units: Sequence[FSDPModule], prefetch: Prefetch, device_type: str) -> None:
+class Gathered(Protocol):
+    """What must be known of a unit to gather it ahead."""
+
+    @property
+    def block(self) -> int | None:
+        """Number of the decoder block that it is or lies in; None outside."""
+
+    @property
+    def checkpointed(self) -> bool:
+        """That block recomputes its activations."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether backward needs its weights."""
+
+
+def ahead_of(units: Sequence[Gathered], place: int, prefetch: Prefetch) -> list[int]:
+    """Return the places of the units that unit `place` gathers ahead in forward, nearest first; -1 is the root.
+
+    Units that share a recomputed block look no further than its end: in the recompute, the next block is done already.
+    """
+    reach = range(place + 1, min(len(units), place + 1 + prefetch.forward))
+    if place < 0 or not units[place].checkpointed:
+        return list(reach)
+    block = units[place].block
+    shared = sum(unit.block == block for unit in units) > 1
+    return [other for other in reach if not shared or units[other].block == block]
+
+
+def behind_of(units: Sequence[Gathered], place: int, prefetch: Prefetch) -> list[int]:
+    """Return the places of the units that unit `place` gathers ahead in backward, nearest first; `len(units)` is the
+    root. What backward does not need is left out."""
+    reach = range(place - 1, max(-1, place - 1 - prefetch.backward), -1)
+    return [other for other in reach if units[other].has_backward]
+
+
+def set_prefetch(
+    root: FSDPModule, live: Sequence[FSDPModule], units: Sequence[Gathered], prefetch: Prefetch, device_type: str
+) -> None:
     """Give every unit the units that it gathers ahead, in place.
 
     Args:
         root: The root unit, which runs first in forward and in backward.
-        units: All others, in the order of forward.
+        live: All others, in the order of forward.
+        units: The same as they were planned.
         prefetch: Depths. FSDP2 takes an empty list for its default, not for none: depth 0 in backward is a unit that
             names itself, whose gather has happened by then.
         device_type: On `cpu` gathers block unless they are asked to run in the background; on GPUs streams do that.
     """
-    for place, unit in enumerate(units):
-        ahead, behind = targets(units, place, prefetch)
-        unit.set_modules_to_forward_prefetch(ahead)
+    for place, unit in [*enumerate(live), (-1, root)]:
+        unit.set_modules_to_forward_prefetch([live[other] for other in ahead_of(units, place, prefetch)])
+    for place, unit in [*enumerate(live), (len(live), root)]:
+        behind = [live[other] for other in behind_of(units, place, prefetch)]
         unit.set_modules_to_backward_prefetch(behind or [unit])
-    root.set_modules_to_forward_prefetch(list(units[: prefetch.forward]))
-    root.set_modules_to_backward_prefetch(list(reversed(units))[: prefetch.backward] or [root])
     if device_type == "cpu":
         gather_in_background(root, prefetch.async_all_gather)
-
-
-def targets(units: Sequence[FSDPModule], place: int, prefetch: Prefetch) -> tuple[list[FSDPModule], list[FSDPModule]]:
-    """Return (units that unit `place` gathers ahead in forward, and in backward), nearest first."""
-    ahead = list(units[place + 1 : place + 1 + prefetch.forward])
-    behind = list(reversed(units[max(0, place - prefetch.backward) : place]))
-    return ahead, behind

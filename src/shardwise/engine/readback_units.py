@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.engine.apply import units
 from shardwise.engine.compat import UnitFacts, unit_facts
 from shardwise.engine.dtypes import TORCH_DTYPE
+from shardwise.engine.gathers import ahead_of, behind_of
 from shardwise.engine.names import unwrapped_name
 from shardwise.engine.reductions import AllToAllReduce
 from shardwise.engine.units import ROOT
@@ -26,7 +27,6 @@ def check_units(model: nn.Module, plan: Plan, table: UnitTable, device_type: str
         yield f"unit {name}: planned, not live"
     for name in live.keys() - planned.keys():
         yield f"unit {name}: live, not planned"
-    order = [name for name in planned if name != ROOT]
     for name in planned.keys() & live.keys():
         facts = live[name]
         if facts is None:
@@ -35,7 +35,7 @@ def check_units(model: nn.Module, plan: Plan, table: UnitTable, device_type: str
             continue
         wanted = [
             *_policies(facts, planned[name], plan),
-            *_gathers(facts, name, order, names, plan, device_type),
+            *_gathers(facts, name, table, names, plan, device_type),
             *_reductions(facts, plan, device_type),
         ]
         yield from (f"unit {name}: {what} is {got}, planned {want}" for what, got, want in wanted if got != want)
@@ -62,17 +62,13 @@ def _policies(facts: UnitFacts, row: UnitRow, plan: Plan) -> Iterator[tuple[str,
 
 
 def _gathers(
-    facts: UnitFacts, name: str, order: Sequence[str], names: dict[int, str], plan: Plan, device_type: str
+    facts: UnitFacts, name: str, table: UnitTable, names: dict[int, str], plan: Plan, device_type: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    forward, backward = plan.prefetch.forward, plan.prefetch.backward
-    if name == ROOT:
-        ahead, behind = list(order[:forward]), list(reversed(order))[:backward]
-    else:
-        place = order.index(name)
-        ahead, behind = (
-            list(order[place + 1 : place + 1 + forward]),
-            list(order[max(0, place - backward) : place])[::-1],
-        )
+    units = [row for row in table.rows if row.name != ROOT]
+    order = [_first(row.name) for row in units]
+    place = order.index(name) if name != ROOT else None
+    ahead = [order[other] for other in ahead_of(units, -1 if place is None else place, plan.prefetch)]
+    behind = [order[other] for other in behind_of(units, len(units) if place is None else place, plan.prefetch)]
     yield "forward prefetch", [names[id(module)] for module in facts.forward_prefetch], ahead
     yield "backward prefetch", [names[id(module)] for module in facts.backward_prefetch], behind or [name]
     if device_type == "cpu":

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Shard
 
 from shardwise.engine.apply import reshards
-from shardwise.engine.checkpointing import is_checkpointed
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.engine.tensor_parallel import planned_placements
 from shardwise.engine.units import PlannedUnit, plan_units
@@ -23,17 +22,12 @@ def unit_table(model: nn.Module, plan: Plan) -> UnitTable:
     Raises:
         BadInput: units that cannot be made.
     """
-    planned = plan_units(model, plan.units)
+    planned = plan_units(model, plan)
     split = _split_dims(model, plan)
-    flows = False
-    rows = []
-    for unit in planned:
-        flows = flows or any(p.requires_grad for _, p in unit.parameters)
-        rows.append(_row(unit, plan, split, has_backward=flows))
-    return UnitTable(rows=tuple(rows))
+    return UnitTable(rows=tuple(_row(unit, plan, split) for unit in planned))
 
 
-def _row(unit: PlannedUnit, plan: Plan, split: Mapping[str, int], *, has_backward: bool) -> UnitRow:
+def _row(unit: PlannedUnit, plan: Plan, split: Mapping[str, int]) -> UnitRow:
     gathered = padded = reduced = 0
     by_dtype: dict[str, int] = {}
     for name, parameter in unit.parameters:
@@ -59,8 +53,9 @@ def _row(unit: PlannedUnit, plan: Plan, split: Mapping[str, int], *, has_backwar
         all_gather_bytes=padded * param.itemsize,
         reduce_scatter_bytes=reduced * reduce.itemsize,
         reshard_after_forward=reshards(unit, plan),
-        checkpointed=unit.block is not None and is_checkpointed(plan.activation_checkpointing, unit.block),
-        has_backward=has_backward,
+        block=unit.block,
+        checkpointed=unit.checkpointed,
+        has_backward=unit.has_backward,
     )
 
 
@@ -71,9 +66,7 @@ def _split_dims(model: nn.Module, plan: Plan) -> dict[str, int]:
     placed = planned_placements(model, plan.mesh)
     axes = 2 if plan.mesh.replicate == 1 else 3
     return {
-        name: last.dim
-        for name, (*_, last) in placed.items()
-        if len(placed[name]) == axes and isinstance(last, Shard)
+        name: last.dim for name, (*_, last) in placed.items() if len(placed[name]) == axes and isinstance(last, Shard)
     }
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.engine.blocks import Blocks, find_blocks
+from shardwise.engine.checkpointing import is_checkpointed
 from shardwise.engine.names import unwrapped_name
 from shardwise.spec.layout import Units
+from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
 
@@ -31,6 +33,10 @@ class PlannedUnit:
     """Its backward comes right after its forward, so it is not freed in between: the head, and the root."""
     block: int | None
     """Number of the decoder block that it is or lies in; None outside."""
+    checkpointed: bool
+    """That block recomputes its activations."""
+    has_backward: bool
+    """Whether backward needs its weights: a gradient flows into it, or its block is recomputed for one that does."""
 
     @property
     def is_root(self) -> bool:
@@ -41,18 +47,18 @@ class PlannedUnit:
 ROOT = "root"
 
 
-def plan_units(model: nn.Module, units: Units) -> list[PlannedUnit]:
+def plan_units(model: nn.Module, plan: Plan) -> list[PlannedUnit]:
     """Return the units of a model in the order in which forward uses them, the root last.
 
     Args:
         model: Adapters included, not yet sharded; on any device.
-        units: What the plan says.
+        plan: What is decided.
 
     Raises:
         BadInput: class names that match nothing, that would gather several blocks at once, or that leave nothing to
             shard; trained parameters of several dtypes in one unit.
     """
-    blocks = find_blocks(model)
+    blocks, units = find_blocks(model), plan.units
     chosen = [*_embedding_and_head(model, units), *_wrapped(model, units, blocks)]
     order = {id(module): place for place, module in enumerate(model.modules())}
     last = _head(model)
@@ -61,21 +67,36 @@ def plan_units(model: nn.Module, units: Units) -> list[PlannedUnit]:
     parameters: dict[str, tuple[tuple[str, nn.Parameter], ...]] = {}
     for name, modules in sorted(chosen, key=lambda entry: -order[id(entry[1][0])]):
         parameters[name] = tuple(_own_parameters(model, modules, taken))
-    planned = [
-        PlannedUnit(
-            name=name,
-            kind=" + ".join(type(module).__name__ for module in modules),
-            modules=modules,
-            parameters=parameters[name],
-            stays_gathered=last in modules,
-            block=_block_of(modules[0], blocks),
-        )
-        for name, modules in chosen
-        if parameters[name]
-    ]
+    planned: list[PlannedUnit] = []
+    flows = False
+    for name, modules in chosen:
+        block = _block_of(modules[0], blocks)
+        recomputed = block is not None and is_checkpointed(plan.activation_checkpointing, block)
+        around = (*modules, blocks.modules[block]) if recomputed and block is not None else modules
+        flows = flows or any(p.requires_grad for _, p in parameters[name])
+        if parameters[name]:
+            planned.append(
+                PlannedUnit(
+                    name=name,
+                    kind=" + ".join(type(module).__name__ for module in modules),
+                    modules=modules,
+                    parameters=parameters[name],
+                    stays_gathered=last in modules,
+                    block=block,
+                    checkpointed=recomputed,
+                    has_backward=flows or any(p.requires_grad for module in around for p in module.parameters()),
+                )
+            )
     rest = tuple(_own_parameters(model, (model,), taken))
     root = PlannedUnit(
-        name=ROOT, kind=_rest_kind(model, rest), modules=(model,), parameters=rest, stays_gathered=True, block=None
+        name=ROOT,
+        kind=_rest_kind(model, rest),
+        modules=(model,),
+        parameters=rest,
+        stays_gathered=True,
+        block=None,
+        checkpointed=False,
+        has_backward=True,
     )
     for unit in [*planned, root]:
         _refuse_mixed_dtypes(unit)

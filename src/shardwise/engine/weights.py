@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from shardwise.engine.names import base_name
 from shardwise.engine.source import Source
 from shardwise.spec.problems import BadInput, Problem
 
+_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
+"""Buffers that older checkpoints hold: rotary tables and causal masks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
@@ -27,6 +31,18 @@ class ReadPlan:
     """Checkpoint keys that the model has no place for."""
     plain_model: nn.Module
     """The model whose names the reads use."""
+
+    def notes(self) -> list[str]:
+        """Return what the user should know of it: checkpoint tensors that are dropped, masks and rotary tables
+        excepted, which the model computes."""
+        dropped = [key for key in self.unused if not _COMPUTED.search(key)]
+        if not dropped:
+            return []
+        listed = ", ".join(dropped[:3]) + (", ..." if len(dropped) > 3 else "")
+        tensors = (
+            "1 tensor of the checkpoint is" if len(dropped) == 1 else f"{len(dropped)} tensors of the checkpoint are"
+        )
+        return [f"note: {tensors} not used: {listed}"]
 
 
 class _Files:
@@ -105,27 +121,31 @@ def _other_shape(name: str, given: list[int], wanted: list[int]) -> Problem:
 def load_weights(model: nn.Module, plan: ReadPlan, source: Source) -> None:
     """Fill the parameters and persistent buffers of a materialised, sharded model from the checkpoint.
 
+    A module that PEFT trains whole gets its weights twice: in the frozen original and in the copy that trains.
     Plain tensors are read as slices; a tensor that transformers builds from several (experts of a mixture) is built
     whole, cut, and freed before the next.
 
     Raises:
         BadInput: a tensor has another shape than the model's, or a parameter got no value.
     """
-    live: dict[str, torch.Tensor] = {}
+    live: dict[str, list[torch.Tensor]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        live[base_name(name)] = tensor
+        live.setdefault(base_name(name), []).append(tensor)
     filled: set[int] = set()
+
+    def fill(name: str, given: Any) -> None:
+        for target in live[name]:
+            _copy(target, name, given)
+            filled.add(id(target))
+
     with _Files(source) as files:
         for read in plan.reads:
             if read.converter is None:
-                target = live[read.first_target]
-                _copy(target, read.first_target, files.slice(read.sources[0][0]))
-                filled.add(id(target))
+                fill(read.first_target, files.slice(read.sources[0][0]))
                 continue
             whole = [files.slice(key)[:] for key, _ in read.sources]
             for name, tensor in convert(read, whole, plan.plain_model).items():
-                _copy(live[name], name, tensor)
-                filled.add(id(live[name]))
+                fill(name, tensor)
     empty = [n for n, p in model.named_parameters() if id(p) not in filled and ".lora_" not in n]
     if empty:
         raise BadInput(

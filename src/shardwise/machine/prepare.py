@@ -177,14 +177,14 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     notes = _check_together(resolved, data, info.total_steps)
     start = find_start(folder, resolved, info, skeleton.model, plan)
     info = info.model_copy(update={"resume_from": None if start.checkpoint is None else str(start.checkpoint)})
-    assert seen.units is not None
+    assert seen.units is not None and skeleton.reads is not None
     folder.write(resolved, plan, seen.units, info, step=start.step)
     data.write(folder.data)
     return PreparedRun(
         folder=folder,
         preview=Preview(job=resolved, plan=plan, units=seen.units, devices=devices),
         info=info,
-        data_lines=[*data.summary.lines(), *split_notes, *notes, *start.notes],
+        data_lines=[*data.summary.lines(), *skeleton.reads.notes(), *split_notes, *notes, *start.notes],
     )
 
 

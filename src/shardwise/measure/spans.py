@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.profiler import profile
 
@@ -51,7 +52,8 @@ def spans_of(profiled: profile) -> Spans:
     """
     compute: list[Interval] = []
     collectives: dict[str, list[Interval]] = {}
-    for event in profiled.events() or ():
+    events: Any = profiled.events  # untyped in torch
+    for event in events() or ():
         span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
         backend = next((word for word in _BACKENDS if event.name.startswith(word)), None)
         if backend is not None:

@@ -85,6 +85,9 @@ def decide_reshard(job: Job, strategy: StrategyName, mesh: Mesh) -> bool | int:
         raise _refused(field, asked, f"contradicts {strategy}", f"remove it, or set fsdp to {' or '.join(others)}")
     if isinstance(asked, bool):
         return asked
+    if mesh.tensor > 1:
+        reason = "torch does not reshard to smaller groups what tensor parallelism has split"
+        raise _refused(field, asked, reason, "write true, or remove mesh.tensor")
     proper = [size for size in range(2, mesh.shard) if mesh.shard % size == 0]
     if asked not in proper:
         fix = f"use {' or '.join(map(str, proper))}, or write true" if proper else "write true"

@@ -28,6 +28,7 @@ def collectives_of_step(
     device_type: str,
     looks_for_stop: bool = False,
     tensor: TensorWork | None = None,
+    leave_tensor_out: bool = False,
 ) -> Collectives:
     """Return the collectives of one optimizer step, equal on all ranks.
 
@@ -37,8 +38,10 @@ def collectives_of_step(
         device_type: On `cpu` an all-to-all of the same bytes takes the place of the reduce-scatter.
         looks_for_stop: Ranks agree before each further micro-batch whether to go on, as they do in slow steps.
         tensor: What the tensor axis works on; needed where it has several ranks, else ValueError.
+        leave_tensor_out: Leave out what depends on it instead: exchanges over the tensor axis, and how many norms of
+            gradients are summed over the shard axis (one is counted).
     """
-    if plan.mesh.tensor > 1 and tensor is None:
+    if plan.mesh.tensor > 1 and tensor is None and not leave_tensor_out:
         raise ValueError("what a tensor axis exchanges depends on activations: give `tensor`")
     counts: Counter[Key] = Counter()
     for unit in units.rows:

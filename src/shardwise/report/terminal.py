@@ -106,6 +106,9 @@ def _head(job: Job, device_note: str) -> Iterator[tuple[str, str]]:
         yield "runs on", device_note
 
 
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
 def print_units(console: Console, units: UnitTable, *, ranks: int, tensor: int = 1) -> None:
     """Print the unit table, with equal units in one row, and what one rank stores.
 
@@ -130,7 +133,7 @@ def print_units(console: Console, units: UnitTable, *, ranks: int, tensor: int =
     _print_line(console, Text(line("unit (each)", "", headers), "bold"))
     for group, row in zip(groups, rows, strict=True):
         _print_line(console, Text(line(group.name or "(root)", _flags(group), row)))
-        _print_line(console, Text(" " * _INDENT + _tail(_kind(group), names), "dim"))
+        _print_line(console, Text(" " * _INDENT + _kind(group), "dim"))
     _print_line(console, Text(line(f"all {len(units.rows)}", "", totals), "bold"))
     for note in _unit_notes(units, ranks, tensor):
         _print_line(console, Text(" " * _INDENT + note))
@@ -142,7 +145,13 @@ def _cells(group: UnitGroup) -> list[str]:
 
 
 def _kind(group: UnitGroup) -> str:
-    return group.row.kind if group.count == 1 else f"{group.count} x {group.row.kind}"
+    """Return the line below a unit: what it is, its stored bytes by dtype, its largest contiguous buffer."""
+    row = group.row
+    what = row.kind if group.count == 1 else f"{group.count} x {row.kind}"
+    stored = " + ".join(
+        f"{_DTYPES.get(dtype, dtype)} {bytes_text(size)}" for dtype, size in row.stored_by_dtype.items()
+    )
+    return f"{what}; {stored}; largest buffer {bytes_text(row.largest_buffer_bytes)}"
 
 
 def _flags(group: UnitGroup) -> str:

@@ -22,6 +22,7 @@ OTHER_NAMES: dict[str, str] = {
     "output_dir": "output",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
+    "modules_to_save": "lora_modules_to_save",
     "max_seq_length": "seq_len",
     "max_length": "seq_len",
     "per_device_train_batch_size": "micro_batch",

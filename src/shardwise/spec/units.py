@@ -34,8 +34,11 @@ class UnitRow(Strict):
     ranks."""
     checkpointed: bool
     """Its activations are recomputed in backward."""
+    block: int | None = None
+    """Number of the decoder block that it is or lies in; None outside."""
     has_backward: bool = True
-    """Whether a gradient flows into it: not into frozen modules before the first trained one."""
+    """Whether backward needs its weights: not those of frozen modules before the first trained one, unless their block
+    is recomputed."""
 
     @property
     def largest_buffer_bytes(self) -> int:
@@ -106,7 +109,7 @@ def _numbered(name: str) -> tuple[str, int] | None:
 def _follows(before: UnitRow, row: UnitRow) -> bool:
     """Tell whether `row` is the same as `before` but for a number that is one higher."""
     one, other = _numbered(before.name), _numbered(row.name)
-    same = before.model_copy(update={"name": row.name}) == row
+    same = before.model_copy(update={"name": row.name, "block": row.block}) == row
     return same and one is not None and other is not None and other == (one[0], one[1] + 1)
 
 

@@ -81,6 +81,9 @@ def export_adapter(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or "lora_" in name:
             gathered.add(name, parameter)
+    for name, buffer in model.named_buffers():
+        if ".modules_to_save." in name:
+            gathered.add(name, buffer)
     return gathered.write(write, source, tokenizer)
 
 
@@ -112,7 +115,7 @@ def export_merged(
     gathered = _Gathered(task, folder)
     for name, weight in live.all_weights(model).items():
         if "lora_" not in name and ".original_module." not in name:
-            gathered.add(_plain_name(name), weight, adapters.get(id(weight), ()), wanted)
+            gathered.add(base_name(name), weight, adapters.get(id(weight), ()), wanted)
 
     def write(staging: Path, tensors: dict[str, torch.Tensor]) -> _Written:
         state = _write_model(staging, tensors, source, wanted)
@@ -207,11 +210,6 @@ def _merged(
     if dtype is torch.float16 and rounded.isinf().any() and not weight.isinf().any():
         raise OverflowError(f"{name} holds {float(weight.abs().max()):.3g}, too large for fp16: export in bf16 or fp32")
     return rounded
-
-
-def _plain_name(name: str) -> str:
-    head, mark, tail = base_name(name).partition(".modules_to_save.")
-    return f"{head}.{tail.partition('.')[2]}" if mark else head
 
 
 def _write_adapter(staging: Path, model: Any, tensors: dict[str, torch.Tensor], base: str) -> dict[str, torch.Tensor]:

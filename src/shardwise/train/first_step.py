@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.ledger import computing_dtypes, dtype_ledger
 from shardwise.engine.readback import PlanNotHonoured
 from shardwise.measure.collectives import CollectiveCounter
-from shardwise.predict.collectives import collectives_of_step
+from shardwise.predict.collectives import NORM_BYTES, collectives_of_step
+from shardwise.predict.tensor_axis import TensorWork
 from shardwise.spec.collectives import Collectives
 from shardwise.spec.ledger import DtypeLedger
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import UnitTable
+from shardwise.train.tensor_work import without_tensor_axis
 
 T = TypeVar("T")
 
@@ -49,8 +51,8 @@ class Watched:
 
     collectives: Collectives
     """Counted."""
-    planned: Collectives
-    """By the plan's closed formula; equal to the counted ones."""
+    compared: bool
+    """All of them equal the plan's closed formula; else all but those of the tensor axis, for which there is none."""
     dtypes: DtypeLedger
     """Read back."""
 
@@ -63,11 +65,21 @@ def watch(
     plan: Plan,
     units: UnitTable,
     mesh: DeviceMesh,
+    tensor: TensorWork | None,
 ) -> tuple[T | None, Watched | None]:
     """Run one training step under observation; returns its result and, when it was not given up, what was seen.
 
     Every hook is gone afterwards. The optimizer's own step is left unwatched: it issues no collective, and torchao's
     compiles, which cannot be done under a counter.
+
+    Args:
+        step: The step; no stop is looked for within it.
+        model: Sharded.
+        optimizer: Its optimizer.
+        plan: What is decided.
+        units: The model's units.
+        mesh: All ranks.
+        tensor: What the tensor axis works on, where a formula says what it exchanges for that.
 
     Raises:
         PlanNotHonoured: naming every collective and dtype that is not as planned.
@@ -77,9 +89,15 @@ def watch(
         result = step()
     if result is None:
         return None, None
-    planned = collectives_of_step(plan, units, device_type=mesh.device_type)
+    compared = plan.mesh.tensor == 1 or tensor is not None
+    counted = counter.collectives
+    if compared:
+        planned = collectives_of_step(plan, units, device_type=mesh.device_type, tensor=tensor)
+        differences = counted.differences(planned)
+    else:
+        planned = collectives_of_step(plan, units, device_type=mesh.device_type, leave_tensor_out=True)
+        differences = without_tensor_axis(counted, NORM_BYTES).differences(without_tensor_axis(planned, NORM_BYTES))
     dtypes = dtype_ledger(model, optimizer, plan, seen)
-    differences = [str(found) for found in counter.collectives.differences(planned)]
     if differences or dtypes.differences():
-        raise PlanNotHonoured([*differences, *dtypes.differences()])
-    return result, Watched(collectives=counter.collectives, planned=planned, dtypes=dtypes)
+        raise PlanNotHonoured([*map(str, differences), *dtypes.differences()])
+    return result, Watched(collectives=counted, compared=compared, dtypes=dtypes)

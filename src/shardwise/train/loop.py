@@ -21,6 +21,7 @@ from shardwise.train.first_step import watch
 from shardwise.train.metrics import MetricsLog, memory_bytes, memory_name
 from shardwise.train.signals import StopSignal, any_rank
 from shardwise.train.step import StepResult, training_step
+from shardwise.train.tensor_work import tensor_work
 from shardwise.train.training import Training
 
 SLOW_STEP_S = 5.0
@@ -93,19 +94,26 @@ def _step(training: Training, *, stop: StopSignal | None, progress: Progress | N
     if training.watched:
         return _trained(training, stop)
     result, watched = watch(
-        lambda: _trained(training, stop),
+        lambda: _trained(training, None),
         model=training.model,
         optimizer=training.optimizer,
         plan=training.plan,
         units=training.units,
         mesh=training.mesh,
+        tensor=tensor_work(
+            training.job,
+            training.plan,
+            training.source.config,
+            training.batches.micro_batches(training.samples_seen),
+        ),
     )
     if watched is not None:
         training.watched = True
         if dist.get_rank() == 0:
             training.folder.write_first_step(watched.collectives, watched.dtypes)
         if progress is not None:
-            progress.message("\n".join(first_step_lines(watched.collectives, watched.dtypes)))
+            lines = first_step_lines(watched.collectives, watched.dtypes, compared=watched.compared)
+            progress.message("\n".join(lines))
     return result
 
 
