@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import nn
 
-from engine.training import backward, batches_of, full, one_process_model
+from engine.training import backward, batches_of, full, make_rows, one_process_model
+from shardwise.data.loader import TrainBatches
 from shardwise.engine.load import build_skeleton, load_model
 from shardwise.engine.mesh import build_mesh, data_rank
 from shardwise.engine.names import base_name
-from shardwise.engine.optimizer import build_optimizer, decays
+from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.scaler import build_scaler
 from shardwise.engine.source import open_source
 from shardwise.engine.unit_table import unit_table
@@ -22,6 +22,7 @@ from shardwise.spec.job import Job, PrecisionChoice
 from shardwise.spec.plan import Plan
 from shardwise.train.first_step import watch
 from shardwise.train.step import StepResult, training_step
+from shardwise.train.tensor_work import tensor_work
 
 STEPS = 3
 CPU = torch.device("cpu")
@@ -79,7 +80,10 @@ def train_live(rank: int, world: int, job: Job, plan: Plan) -> Trained:
 
     for number in range(STEPS):
         if number == 0:
-            result, _ = watch(step, model=model, optimizer=optimizer, plan=plan, units=units, mesh=mesh)
+            tensor = tensor_work(job, plan, source.config, batches.micro_batches(position))
+            result, _ = watch(
+                step, model=model, optimizer=optimizer, plan=plan, units=units, mesh=mesh, tensor=tensor
+            )
         else:
             result = step()
         assert result is not None
@@ -96,9 +100,13 @@ def train_live(rank: int, world: int, job: Job, plan: Plan) -> Trained:
 
 
 def _uncompiled_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let torchao's update run as it is written: compiling it takes longer than all rows."""
-    optimizer.register_step_pre_hook(lambda *_: torch.compiler.set_stance("force_eager") and None)
-    optimizer.register_step_post_hook(lambda *_: torch.compiler.set_stance("default") and None)
+    """Let torchao's update run as it is written: to compile it takes longer than all rows."""
+
+    def stance(name: str) -> Callable[..., None]:
+        return lambda *_: torch.compiler.set_stance(name) and None
+
+    optimizer.register_step_pre_hook(stance("force_eager"))
+    optimizer.register_step_post_hook(stance("default"))
 
 
 def _weights(model: nn.Module) -> Tensors:
@@ -129,7 +137,15 @@ def _alone(job_json: str) -> Trained:
     start = _weights(model)
     optimizer, after = _torch_optimizer(job, model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    batches = _whole_batches(job)
+    batches = TrainBatches(
+        make_rows(),
+        seed=3,
+        global_batch=job.global_batch,
+        micro_batch=job.global_batch,
+        rank=0,
+        data_ranks=1,
+        pad_id=1,
+    )
     position, losses, norms = 0, [], []
     for _ in range(STEPS):
         (batch,) = batches.micro_batches(position)
@@ -146,3 +162,28 @@ def _alone(job_json: str) -> Trained:
         start=start,
         end=_weights(model),
     )
+
+
+def _torch_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """Return the job's optimizer as its library makes it, and what is done after each of its steps."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": job.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if job.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=job.learning_rate, momentum=job.momentum), lambda: None
+    if job.optimizer == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        eight = AdamW8bit(groups, lr=job.learning_rate, block_size=256)
+        _uncompiled_steps(eight)
+        return eight, lambda: None
+    optimizer = torch.optim.AdamW(groups, lr=job.learning_rate)
+
+    def rounded() -> None:
+        for state in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].copy_(state[key].bfloat16())
+
+    return optimizer, rounded if job.optimizer_state_dtype == "bf16" else lambda: None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from shardwise.engine.blocks import Blocks, find_blocks
@@ -107,7 +108,8 @@ def _wrapped(model: nn.Module, units: Units, blocks: Blocks) -> list[tuple[str, 
     """Return (name, module) of every block, or of every outermost module of each wanted class."""
     if not units.wrap:
         return [(f"{blocks.name}.{index}", (block,)) for index, block in enumerate(blocks.modules)]
-    apart = {id(module) for module in (_embedding(model), _head(model)) if module is not None}
+    apart = {id(inner) for part in (_embedding(model), _head(model)) if part is not None for inner in part.modules()}
+    apart |= {id(inner) for unused in _unused(model) for inner in unused.modules()}
     found: list[tuple[str, tuple[nn.Module, ...]]] = []
     for wanted in units.wrap:
         outermost: list[str] = []
@@ -168,6 +170,13 @@ def is_tied(embedding: nn.Module, head: nn.Module) -> bool:
 
 def _embedding(model: nn.Module) -> nn.Module | None:
     return cast("nn.Module | None", getattr(model, "get_input_embeddings", lambda: None)())
+
+
+def _unused(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules that no forward reaches: the frozen originals of what PEFT trains whole."""
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield module.original_module
 
 
 def _head(model: nn.Module) -> nn.Module | None:

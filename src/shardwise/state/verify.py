@@ -238,7 +238,8 @@ def _load_adapter(folder: Path, base: Path | None, base_dtype: torch.dtype | Non
     if base is None:
         raise ValueError("an adapter needs --base")
     plain, _ = _load(base, base_dtype)
-    model = PeftModel.from_pretrained(plain, folder)
+    # Else PEFT rounds modules that were trained whole to the base's dtype.
+    model = PeftModel.from_pretrained(plain, folder, low_cpu_mem_usage=True)
     stored = load_file(folder / "adapter_model.safetensors")
     live = get_peft_model_state_dict(model, save_embedding_layers=False)
     if odd := sorted(stored.keys() ^ live.keys()):
