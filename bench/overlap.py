@@ -260,7 +260,9 @@ def show(found: dict[str, object]) -> None:
     for name in ("hand-written", "ddp", "shardwise"):
         kinds = ", ".join(f"{kind} {value:.2f}" for kind, value in exposed[name].items() if kind != "all")
         print(f"  {name:14}{step[name]:>10.2f}{exposed[name]['all']:>11.2f}   {kinds}")
-    print(f"  compute alone {step['compute']:.2f} s, communication {found['communication_s']:.2f} s (plan's bytes / rate)")
+    print(
+        f"  compute alone {step['compute']:.2f} s, communication {found['communication_s']:.2f} s (plan's bytes / rate)"
+    )
     print(f"  losses differ by {found['loss_apart']:.1e}, weights by {found['weights_apart']:.1e}")
     print(f"  hand-written / shardwise: {found['speedup']:.2f}")
     print(f"  shardwise / max(compute, communication): {found['bound']:.2f}")

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from shardwise.machine.detect import backend_of
 from shardwise.report.run_folder import RunFolder, RunInfo
 from shardwise.report.terminal import problems_text
 from shardwise.spec.problems import BadInput, Problem
@@ -88,7 +89,7 @@ def _connect(device_type: str, backend: str) -> torch.device:
 def _prepare_and_train(arguments: list[str], stop: StopSignal) -> int:
     world = int(os.environ["WORLD_SIZE"])
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    _connect(device_type, "nccl" if device_type == "cuda" else "gloo")
+    _connect(device_type, backend_of(device_type))
     handed: list[Any] = [None]
     if dist.get_rank() == 0:
         handed = [_prepare(arguments, world)]

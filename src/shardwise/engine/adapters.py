@@ -70,51 +70,81 @@ def _whole_modules(model: nn.Module, job: Job) -> list[str]:
     Raises:
         BadInput: naming every module that cannot be, and why.
     """
-    if job.lora_modules_to_save and job.mesh.tensor > 1:
-        given, tensor = job.lora_modules_to_save, job.mesh.tensor
-        reason = f"contradicts mesh.tensor: {tensor}, which does not split modules that exist twice"
-        raise BadInput(Problem(field="lora_modules_to_save", value=given, reason=reason, fix="remove one of the two"))
-    whole = {given: [n for n, _ in model.named_modules() if _goes_by(n, given)] for given in job.lora_modules_to_save}
-    weighty = {name.rpartition(".")[2] for name, module in model.named_modules() if _num_parameters(module)}
-    known = sorted(name for name in weighty if name and not name.isdigit())
+    wanted = job.lora_modules_to_save
+    if not wanted:
+        return []
+    if job.mesh.tensor > 1:
+        reason = f"contradicts mesh.tensor: {job.mesh.tensor}, which does not split modules that are trained whole"
+        raise BadInput(Problem(field="lora_modules_to_save", value=wanted, reason=reason, fix="remove one of the two"))
+    modules = dict(model.named_modules())
+    whole = {given: [name for name in modules if _goes_by(name, given)] for given in wanted}
+    all_whole = list(dict.fromkeys(name for names in whole.values() for name in names))
+    unfit = _unfit(model, all_whole) | _adapted_too(model, job, all_whole)
     problems = []
     for given, names in whole.items():
-        reason = "matches no module of this model"
-        if names:
-            reason = next(filter(None, (_why_not_whole(model, job, name, whole) for name in names)), "")
+        reason, allowed, fix = next((unfit[name] for name in names if name in unfit), ""), "", "remove it"
+        if not names:
+            known = _known_names(model)
+            reason, allowed = "matches no module of this model", f"names among {', '.join(known)}"
+            fix = did_you_mean(given, known)
         if reason:
-            allowed, fix = ("", "remove it") if names else (", ".join(known), did_you_mean(given, known))
             problems.append(Problem(field="lora_modules_to_save", value=given, reason=reason, allowed=allowed, fix=fix))
     if problems:
         raise BadInput(problems)
-    return [name for names in whole.values() for name in names]
+    return all_whole
 
 
-def _why_not_whole(model: nn.Module, job: Job, name: str, whole: dict[str, list[str]]) -> str:
-    """Return why a module cannot be trained whole beside adapters; "" when it can."""
-    module = model.get_submodule(name)
-    inside = {id(inner) for inner in module.modules()}
-    weights = {id(parameter) for parameter in module.parameters()}
-    if not weights:
-        return f"{name} has no weights"
-    if any(id(block) in inside for block in find_blocks(model).modules):
-        return f"{name} holds a whole block, which full fine-tuning (use_lora: false) is for"
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
-        return f"{name} is a {type(module).__name__}, which is never called"
-    outer = next((one for names in whole.values() for one in names if one != name and _lies_in(name, [one])), None)
-    if outer is not None:
-        return f"{name} lies in {outer}, which is trained whole"
-    for shared, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in weights and not shared.startswith(name + "."):
-            return f"{name} shares its weights with {shared.rpartition('.')[0]}, and a trained copy would part them"
-    for target in [] if job.lora_targets == "all_linear" else job.lora_targets:
-        if any(_is_linear(m) and _goes_by(n, target) and _lies_in(n, [name]) for n, m in model.named_modules()):
-            return f"{name} contradicts lora_targets: {target} gets an adapter, and cannot be trained whole as well"
-    return ""
+def _known_names(model: nn.Module) -> list[str]:
+    """Return the last parts of the names of modules with weights that are a part of a block, or outside all."""
+    blocks = {id(block) for block in find_blocks(model).modules}
+    parts = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if _has_parameters(module) and not any(id(inner) in blocks for inner in module.modules())
+    }
+    return sorted(part for part in parts if not part.isdigit())
 
 
-def _num_parameters(module: nn.Module) -> int:
-    return sum(1 for _ in module.parameters())
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _unfit(model: nn.Module, whole: list[str]) -> dict[str, str]:
+    """Return module -> why it cannot be trained whole, of those that cannot."""
+    blocks = {id(block) for block in find_blocks(model).modules}
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    unfit: dict[str, str] = {}
+    for name in whole:
+        module = model.get_submodule(name)
+        shared = [one for p in module.parameters() for one in owners[id(p)] if not _lies_in(one, [name])]
+        outer = [one for one in whole if one != name and _lies_in(name, [one])]
+        if not _has_parameters(module):
+            unfit[name] = f"{name} has no weights"
+        elif any(id(inner) in blocks for inner in module.modules()):
+            unfit[name] = f"{name} holds a whole block, which full fine-tuning (use_lora: false) is for"
+        elif isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            unfit[name] = f"{name} is a {type(module).__name__}, which is never called"
+        elif outer:
+            unfit[name] = f"{name} lies in {outer[0]}, which is trained whole"
+        elif shared:
+            unfit[name] = f"{name} shares its weights with {shared[0]}, and a trained copy would part the two"
+    return unfit
+
+
+def _adapted_too(model: nn.Module, job: Job, whole: list[str]) -> dict[str, str]:
+    """Return module -> why it cannot be trained whole, of those in which `lora_targets` names a layer."""
+    if job.lora_targets == "all_linear":
+        return {}
+    linear = [name for name, module in model.named_modules() if _is_linear(module) and _lies_in(name, whole)]
+    adapted = {name: target for target in job.lora_targets for name in linear if _goes_by(name, target)}
+    return {
+        outer: f"contradicts lora_targets: {target}, which gives {name} an adapter"
+        for outer in whole
+        for name, target in adapted.items()
+        if _lies_in(name, [outer])
+    }
 
 
 def _names_for_peft(model: nn.Module, job: Job, whole: list[str]) -> list[str] | None:

@@ -14,7 +14,7 @@ from shardwise.engine.apply import apply
 from shardwise.engine.buffers import fill_buffers
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.engine.expected import expect
-from shardwise.engine.precision import cast_buffers, store_trained
+from shardwise.engine.precision import cast_buffers, move_buffers, store_trained
 from shardwise.engine.readback import check_live_model
 from shardwise.engine.source import Source, build_on_meta
 from shardwise.engine.weights import ReadPlan, load_weights, plan_reads
@@ -65,12 +65,14 @@ def load_model(job: Job, plan: Plan, source: Source, mesh: DeviceMesh) -> nn.Mod
     assert skeleton.reads is not None
     expected = expect(skeleton.model, plan)
     apply(skeleton.model, plan, mesh)
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
-    skeleton.model.to_empty(device=device)
+    gpu = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else None
+    skeleton.model.to_empty(device="cpu" if gpu is None or plan.offload.parameters else gpu)
     fill_buffers(skeleton.model, skeleton.plain_model)
     load_weights(skeleton.model, skeleton.reads, source)
     if job.use_lora:
         init_adapters(skeleton.model, job.seed)
     cast_buffers(skeleton.model, plan.dtypes)
+    if gpu is not None:
+        move_buffers(skeleton.model, gpu)
     check_live_model(skeleton.model, plan, mesh, expected)
     return skeleton.model

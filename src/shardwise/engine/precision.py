@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -44,3 +45,10 @@ def cast_buffers(model: nn.Module, dtypes: Dtypes) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and not is_rotary(module, name):
                 setattr(module, name, buffer.to(TORCH_DTYPE[dtypes.buffer]))
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put every buffer on `device`: FSDP2 moves offloaded parameters to it for computing, but no buffers."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

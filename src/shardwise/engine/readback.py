@@ -69,6 +69,9 @@ def _check_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, expected: 
                 f"{name}: placed {parameter.placements} on {parameter.device_mesh}, "
                 f"planned {placements} on {planned_mesh}"
             )
+        place = "cpu" if plan.offload.parameters else mesh.device_type
+        if parameter.device.type != place:
+            differences.append(f"{name}: lives on {parameter.device.type}, planned {place}")
         role = plan.dtypes.trained_storage if parameter.requires_grad else plan.dtypes.frozen_storage
         wanted = None if role is None or role == "checkpoint" else TORCH_DTYPE[role]
         if parameter.dtype != wanted:

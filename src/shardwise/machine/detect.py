@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.report.run_folder import Backend
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput, Problem
 
@@ -22,9 +23,14 @@ class Devices:
     """Where the number comes from."""
 
     @property
-    def backend(self) -> Literal["gloo", "nccl"]:
-        """Name of the communication library."""
-        return "nccl" if self.device_type == "cuda" else "gloo"
+    def backend(self) -> Backend:
+        """Communication library of each kind of tensor: with GPUs, what is offloaded to the host needs gloo too."""
+        return backend_of(self.device_type)
+
+
+def backend_of(device_type: str) -> Backend:
+    """Return what a process group of such ranks is initialised with."""
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def detect(job: Job, nproc: int | None = None) -> Devices:

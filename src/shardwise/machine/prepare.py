@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,7 @@ def _facts(skeleton: Skeleton, devices: Devices, stored: Dtype, job: Job) -> Fac
         parameters=sum(p.numel() for p in skeleton.model.parameters()),
         frozen_storage=frozen_storage(job, stored),
         attention=attention_of(skeleton.plain_model),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", devices.world)),
     )
 
 
@@ -177,7 +179,8 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     notes = _check_together(resolved, data, info.total_steps)
     start = find_start(folder, resolved, info, skeleton.model, plan)
     info = info.model_copy(update={"resume_from": None if start.checkpoint is None else str(start.checkpoint)})
-    assert seen.units is not None and skeleton.reads is not None
+    assert seen.units is not None
+    assert skeleton.reads is not None
     folder.write(resolved, plan, seen.units, info, step=start.step)
     data.write(folder.data)
     return PreparedRun(

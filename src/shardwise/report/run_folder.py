@@ -30,6 +30,10 @@ MAY_CHANGE = (
 """Fields in which a resumed job may differ from the run that it continues."""
 
 
+Backend = Literal["gloo", "cpu:gloo,cuda:nccl"]
+"""What a process group is initialised with."""
+
+
 class RunInfo(Strict):
     """What the ranks of a run need besides job and plan."""
 
@@ -37,7 +41,7 @@ class RunInfo(Strict):
     """Name of the configuration, for people."""
     device_type: Literal["cpu", "cuda"]
     """Kind of device of every rank."""
-    backend: Literal["gloo", "nccl"]
+    backend: Backend
     """Communication library."""
     world: int
     """Number of ranks."""

@@ -116,7 +116,7 @@ class Job(Strict):
     lora_targets: Literal["all_linear"] | Annotated[list[str], Field(min_length=1)] = "all_linear"
     """Suffixes of module names that get an adapter, or `all_linear`: every linear layer but the head
     (experts stored as one tensor and routers get none)."""
-    lora_modules_to_save: list[str] = []
+    lora_modules_to_save: list[str] = Field(default=[])
     """Modules trained whole beside the adapters (PEFT's `modules_to_save`), by the last parts of their names, such as
     [lm_head], [embed_tokens] or [norm]; all_linear leaves them out. PEFT keeps the frozen original beside each, which
     takes its memory too."""

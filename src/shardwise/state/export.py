@@ -60,6 +60,8 @@ def export_adapter(
 ) -> Exported:
     """Write the adapter of a sharded PEFT model as PEFT itself does, in the dtype it was trained in.
 
+    Modules trained whole are in it. PEFT rounds them to the base's dtype when it loads them.
+
     Every rank calls it. Older files of an export in `folder` are replaced.
 
     Args:

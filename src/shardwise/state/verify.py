@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.engine.dtypes import DTYPE_NAME, TORCH_DTYPE
+from shardwise.engine.source import open_folder
 from shardwise.spec.strict import Dtype
 from shardwise.state import together
 from shardwise.state.export import Exported
@@ -34,6 +35,8 @@ from shardwise.state.probe import generate_answer, probe_logits
 
 _TOLERANCE: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference of logits as a share of the largest logit, by the coarsest dtype on the way."""
+
+_ADAPTER = "adapter_config.json"
 
 _SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -62,22 +65,27 @@ class Verification:
     """The export's answer."""
 
 
-def tolerance_for(exported: Exported, computed: Dtype, logits: torch.Tensor) -> float:
+def tolerance_for(exported: Exported, computed: Dtype, logits: torch.Tensor, base: Dtype | None = None) -> float:
     """Return the largest accepted difference between the live model's logits and the export's.
 
     1e-2 of the largest logit in fp16, 5e-2 in bf16; 1e-4 in fp32, times the largest logit when that is above 1. The
-    coarser counts of the dtype that was computed in and, for a merged model, the dtype it was rounded to. (The files
+    coarser counts of the dtype that was computed in and of the one that weights are rounded to: a merged model's own;
+    for an adapter with modules trained whole that of the `base`, to which PEFT rounds them as it loads them. (The files
     hold what was gathered, bit for bit, or the export would have failed: this bound covers rounding on the way and
     other kernels.)
     """
-    dtypes = [computed] if _is_adapter(exported.path) else [computed, DTYPE_NAME[exported.dtype]]
+    dtypes = [computed]
+    if not _is_adapter(exported.path):
+        dtypes.append(DTYPE_NAME[exported.dtype])
+    elif base is not None and json.loads((exported.path / _ADAPTER).read_text())["modules_to_save"]:
+        dtypes.append(base)
     coarsest = max(dtypes, key=lambda dtype: _TOLERANCE[dtype])
     largest = float(logits.abs().max())
     return _TOLERANCE[coarsest] * (max(1.0, largest) if coarsest == "fp32" else largest)
 
 
 def _is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
+    return (folder / _ADAPTER).is_file()
 
 
 def verify_export(
@@ -110,13 +118,14 @@ def verify_export(
     """
 
     def ask() -> Verification:
+        stored = base_dtype or (open_folder(base).dtype if base is not None else None)
         with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
             expect = Path(scratch) / "expect.safetensors"
             save_file(
                 {"input_ids": input_ids.cpu(), "logits": logits.float().cpu().contiguous()},
                 expect,
                 {
-                    "tolerance": str(tolerance_for(exported, computed, logits)),
+                    "tolerance": str(tolerance_for(exported, computed, logits, stored)),
                     "computed": computed,
                     "base_dtype": base_dtype or "",
                 },
@@ -238,14 +247,20 @@ def _load_adapter(folder: Path, base: Path | None, base_dtype: torch.dtype | Non
     if base is None:
         raise ValueError("an adapter needs --base")
     plain, _ = _load(base, base_dtype)
-    # Else PEFT rounds modules that were trained whole to the base's dtype.
-    model = PeftModel.from_pretrained(plain, folder, low_cpu_mem_usage=True)
+    model = PeftModel.from_pretrained(plain, folder)
     stored = load_file(folder / "adapter_model.safetensors")
     live = get_peft_model_state_dict(model, save_embedding_layers=False)
     if odd := sorted(stored.keys() ^ live.keys()):
         return model, f"adapter tensors that PEFT did not load or did not find: {', '.join(odd[:3])}"
-    changed = [name for name in stored if not torch.equal(stored[name], live[name].to(stored[name].dtype))]
+    changed = [name for name in stored if not _loaded(name, stored[name], live[name])]
     return model, f"PEFT loaded other values: {', '.join(changed[:3])}" if changed else ""
+
+
+def _loaded(name: str, stored: torch.Tensor, live: torch.Tensor) -> bool:
+    """Whether PEFT loaded a tensor as it is stored; it rounds those of modules trained whole to the base's dtype."""
+    if "lora_" in name:
+        return torch.equal(stored, live.to(stored.dtype))
+    return torch.equal(stored.to(live.dtype), live)
 
 
 def main(arguments: list[str] | None = None) -> int:
