@@ -9,8 +9,10 @@ from typing import Any
 Settings = dict[str, Any]
 Row = dict[str, str]
 """Feature -> name of its value."""
-Pair = tuple[tuple[str, str], tuple[str, str]]
-"""Two (feature, value), in the order of `FEATURES`."""
+Item = tuple[str, str]
+"""A feature and the name of one of its values."""
+Pair = tuple[Item, Item]
+"""Values of two features, in the order of `FEATURES`."""
 
 GLOBAL_BATCH = 8
 
@@ -89,6 +91,17 @@ FEATURES: dict[str, dict[str, Settings]] = {
 CORE = ("strategy", "method", "checkpointing", "accumulation", "precision", "prefetch")
 """Features between which nothing is refused, but for what has no meaning."""
 
+TRIPLE = ("strategy", "method", "precision")
+"""Features of which every three values that can stand together are run together."""
+
+GPU_KERNELS = {"loss head": "fused", "attention": "flash_attention_2"}
+"""Feature -> its value whose kernel exists on GPUs only."""
+
+COST = {("compile", "on"): 3, ("tensor", "2"): 1, ("tensor", "2, sequence"): 1} | {
+    ("strategy", name): 1 for name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "groups of 2")
+}
+"""Values that make a run dear."""
+
 SPLIT_WORLD = {"HYBRID_SHARD": 4, "HYBRID_SHARD_ZERO2": 4, "groups of 2": 4}
 """Strategy -> data ranks that it is run on; the others: 2."""
 
@@ -123,7 +136,7 @@ def settings_of(row: Row, folder: str) -> Settings:
         "data": {"path": "unused.jsonl"},
         "global_batch": GLOBAL_BATCH,
         "micro_batch": GLOBAL_BATCH // data_ranks(row) // (2 if row.get("accumulation", "none") != "none" else 1),
-        "learning_rate": 1e-4,
+        "learning_rate": 1e-3,
         "weight_decay": 0.01,
         "max_grad_norm": 0.5,
     }

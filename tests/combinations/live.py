@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch._dynamo.utils as dynamo
 from torch import nn
 
 from engine.training import backward, batches_of, full, make_rows, one_process_model
@@ -90,6 +91,8 @@ def train_live(rank: int, world: int, job: Job, plan: Plan) -> Trained:
         assert not result.skipped
         results.append(result)
         position = batches.next_position(position)
+    if plan.compile:
+        assert dynamo.counters["stats"]["unique_graphs"], "nothing was compiled"
     return Trained(
         losses=[result.loss for result in results],
         norms=[result.grad_norm for result in results],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from combinations.features import FEATURES, Pair, Row, data_ranks, model_of, settings_of, world_of
+from combinations.features import FEATURES, GPU_KERNELS, Pair, Row, data_ranks, model_of, settings_of, world_of
 from shardwise.engine.check import check_plan
 from shardwise.engine.load import build_skeleton, frozen_storage
 from shardwise.engine.source import open_source
@@ -23,9 +23,6 @@ from shardwise.spec.reader import read_job_dict
 Tiny = Callable[..., Path]
 """The fixture `tiny`."""
 
-GPU_KERNELS = {"loss head": "fused", "attention": "flash_attention_2"}
-"""Feature -> its value whose kernel exists on GPUs only."""
-
 _SKELETON = ("method", "precision", "weights", "tensor", "optimizer")
 """Features that the model on the meta device depends on, beside its attention."""
 
@@ -35,9 +32,9 @@ class Verdict:
     """What becomes of a pair."""
 
     runs_on: str
-    """`cpu`, `cuda`, or "" when it is refused on both."""
+    """`cpu`; `cuda` when one of its kernels exists on GPUs only; "" when it is refused."""
     problem: Problem | None
-    """Why it does not run on a CPU."""
+    """Why it is refused."""
 
 
 def folder_of(row: Row, tiny: Tiny) -> Path:
@@ -98,20 +95,24 @@ class Product:
         return None
 
     def verdict(self, pair: Pair) -> Verdict:
-        """Return what becomes of a pair: it may stand with any strategy, and says nothing of other features."""
+        """Return what becomes of a pair, which may stand with any strategy and says nothing of other features."""
+        device_type = "cuda" if any(GPU_KERNELS.get(feature) == value for feature, value in pair) else "cpu"
         row = dict(pair)
         strategies = [row["strategy"]] if "strategy" in row else list(FEATURES["strategy"])
-        rows = [{"strategy": strategy, **row} for strategy in strategies]
-        refusals = [self.refusal(row, "cpu") for row in rows]
-        if None in refusals:
-            return Verdict(runs_on="cpu", problem=None)
-        if any(self.refusal(row, "cuda") is None for row in rows):
-            return Verdict(runs_on="cuda", problem=refusals[0])
-        return Verdict(runs_on="", problem=self.refusal(rows[-1], "cuda") if _needs_gpu(row) else refusals[-1])
+        refusals = {name: self.refusal({**row, "strategy": name}, device_type) for name in strategies}
+        if None in refusals.values():
+            return Verdict(runs_on=device_type, problem=None)
+        return Verdict(runs_on="", problem=refusals[self._telling(pair, strategies, device_type)])
 
+    def _telling(self, pair: Pair, strategies: list[str], device_type: str) -> str:
+        """Return the strategy whose refusal says most of a pair: one that takes each of the two, else the first one."""
 
-def _needs_gpu(row: Row) -> bool:
-    return any(row.get(feature) == value for feature, value in GPU_KERNELS.items())
+        def takes(strategy: str, item: tuple[str, str]) -> bool:
+            return self.refusal({item[0]: item[1], "strategy": strategy}, device_type) is None
+
+        both = (name for name in strategies if all(takes(name, item) for item in pair))
+        first = (name for name in strategies if takes(name, pair[0]))
+        return next(both, None) or next(first, strategies[0])
 
 
 _find_spec = importlib.util.find_spec

@@ -6,6 +6,8 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from harness.runs import make_run, write_rows
 from shardwise.machine.prepare import preview
@@ -103,3 +105,27 @@ def test_default_run_folders_are_numbered(tiny, tmp_path, monkeypatch):
     (tmp_path / "runs" / "demo-2").mkdir()
     assert str(choose_folder(job, "demo").path) == "runs/demo-3"
     assert str(choose_folder(job.model_copy(update={"resume": "auto"}), "demo").path) == "runs/demo-2"
+
+
+def test_checkpoint_tensors_without_a_place_in_the_model_are_named(tiny, tmp_path):
+    folder = shutil.copytree(tiny("llama", layers=2), tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    spare = torch.ones(2)
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": spare, "h.0.attn.bias": spare}
+    save_file({**stored, **computed}, folder / "model.safetensors", {"format": "pt"})
+    (tmp_path / "a").mkdir()
+    assert not any("not used" in line for line in make_run(tmp_path / "a", folder).data_lines)
+
+    extra = {f"model.layers.{index}.spare.weight": spare.clone() for index in range(2, 6)}
+    for name, tensors, words in (
+        ("b", {"vision.proj": spare.clone()}, "note: 1 tensor of the checkpoint is not used: vision.proj"),
+        (
+            "c",
+            extra,
+            "note: 4 tensors of the checkpoint are not used: "
+            "model.layers.2.spare.weight, model.layers.3.spare.weight, model.layers.4.spare.weight, ...",
+        ),
+    ):
+        save_file({**stored, **computed, **tensors}, folder / "model.safetensors", {"format": "pt"})
+        (tmp_path / name).mkdir()
+        assert words in make_run(tmp_path / name, folder).data_lines

@@ -14,12 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from engine.training import make_job, make_plan
 from harness.ranks import run_ranks
+from shardwise.engine.load import load_model
+from shardwise.engine.mesh import build_mesh
 from shardwise.engine.source import open_source
 from shardwise.spec.job import ModelChoice
 from shardwise.state import export, merge
 from shardwise.state.export import ExportError, export_adapter, export_merged
 from shardwise.state.probe import probe_logits
+from shardwise.state.verify import tolerance_for, verify
 
 from .sharded import adamw, build, step
 
@@ -214,6 +218,80 @@ def test_trained_copies_of_modules_take_the_place_of_the_originals(tiny, tmp_pat
     assert (probe_logits(reopened, IDS) - live).abs().max() < 1e-5
     reopened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), tmp_path / "adapter")
     assert (probe_logits(reopened, IDS) - live).abs().max() < 1e-5
+
+
+WHOLE = {
+    "llama": (["lm_head", "norm"], {}),
+    "qwen2": (["embed_tokens", "lm_head", "input_layernorm"], {"wrapped": True}),
+    "deepseek_v3": (["gate"], {}),
+}
+DEEPSEEK = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16},
+    **{"qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16, "kv": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", WHOLE)
+def test_modules_trained_whole_are_in_both_exports(tiny, tmp_path, family, dtype):
+    """The router of deepseek_v3 has a persistent buffer, which belongs to the copy too."""
+    modules, options = WHOLE[family]
+    source = tiny(family, layers=2, dtype=dtype, **(DEEPSEEK if family == "deepseek_v3" else {}))
+    job = make_job(
+        source,
+        use_lora=True,
+        lora_modules_to_save=modules,
+        fsdp={"strategy": "FULL_SHARD"},
+        activation_checkpointing="full" if options else "none",
+        micro_batch=3,
+    )
+
+    def body(rank, world):
+        plan = make_plan(job, world)
+        model = load_model(job, plan, source_of(source), build_mesh(plan.mesh, "cpu"))
+        step(model, adamw(model), 0, rank, world)
+        adapter = export_adapter(tmp_path / "adapter", model, source=source_of(source))
+        merged = export_merged(tmp_path / "merged", model, source=source_of(source))
+        return adapter, merged, probe_logits(model, IDS)
+
+    adapter, merged, live = run_ranks(body, 2)[0]
+    stored = load_file(adapter.path / "adapter_model.safetensors")
+    whole = {name.removeprefix("base_model.model.") for name in stored if "lora_" not in name}
+    assert {name.split(".")[-2] for name in whole} == set(modules)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}, "as they were trained"
+    before, after = load_file(source / "model.safetensors"), load_file(merged.path / "model.safetensors")
+    assert keys(merged.path) == keys(source)
+    for name in whole:
+        trained = stored[f"base_model.model.{name}"].to(dtype)
+        assert torch.equal(after[name], trained)
+        assert name.endswith("bias") or not torch.equal(trained, before[name]), f"{name} was not trained"
+    assert_opened_by_peft(adapter.path, source, live, stored)
+    for exported in (adapter, merged):
+        expect = tmp_path / "expect"
+        told = {"computed": "fp32", "base_dtype": "", "tolerance": str(tolerance_for(exported, "fp32", live, "bf16"))}
+        if dtype is torch.float32:
+            told["tolerance"] = str(tolerance_for(exported, "fp32", live, "fp32"))
+        save_file({"input_ids": IDS, "logits": live}, expect, told)
+        found = verify(exported.path, expect, source, None)
+        assert found.ok, found.reason
+    lost = next(name for name in stored if "lora_" not in name and name.endswith("weight"))
+    save_file({**stored, lost: stored[lost] * 1.5}, adapter.path / "adapter_model.safetensors")
+    save_file({"input_ids": IDS, "logits": live}, expect, {**told, "tolerance": "1e-2"})
+    assert "logits differ" in verify(adapter.path, expect, source, None).reason
+
+
+def assert_opened_by_peft(folder: Path, source: Path, live: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
+    """Assert that plain PEFT on the base in fp32 answers as the live model, and writes the same file again."""
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    before = probe_logits(base, IDS)
+    reopened = PeftModel.from_pretrained(base, folder)
+    assert (probe_logits(reopened, IDS) - live).abs().max() < 1e-5
+    assert (before - live).abs().max() > 1e-2, "else a lost module would not show"
+    reopened.save_pretrained(folder.with_name("by_peft"))
+    theirs = load_file(folder.with_name("by_peft") / "adapter_model.safetensors")
+    assert stored.keys() == theirs.keys()
+    assert all(torch.equal(stored[name], theirs[name]) for name in stored)
 
 
 @pytest.mark.parametrize("where", ["_merged", "compare_files", "prepare"])

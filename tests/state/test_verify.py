@@ -140,8 +140,12 @@ def test_tolerance_is_of_the_coarsest_dtype(tmp_path):
     assert tolerance_for(exported(torch.bfloat16), "fp32", small) == 2.5e-2
     assert tolerance_for(exported(torch.float16), "fp32", large) == 0.2
     assert tolerance_for(exported(torch.float32), "bf16", large) == 1.0
-    (tmp_path / "adapter_config.json").write_text("")
+    (tmp_path / "adapter_config.json").write_text('{"modules_to_save": null}')
     assert tolerance_for(exported(torch.bfloat16), "fp32", small) == 1e-4
+    assert tolerance_for(exported(torch.float32), "fp32", small, "bf16") == 1e-4
+    (tmp_path / "adapter_config.json").write_text('{"modules_to_save": ["lm_head"]}')
+    assert tolerance_for(exported(torch.float32), "fp32", small, "bf16") == 2.5e-2, "PEFT rounds the head to the base's"
+    assert tolerance_for(exported(torch.float32), "fp32", small, "fp32") == 1e-4
 
 
 def test_fresh_process_environment(monkeypatch):

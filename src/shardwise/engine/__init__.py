@@ -1,1 +1,1 @@
-"""A Plan on a model: loading, sharding, precision, loss, optimizer, read-back."""
+"""A Plan on a model: loading, sharding, precision, checkpointing, offload, optimizer, loss, clipping, read-back."""

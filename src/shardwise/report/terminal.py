@@ -23,12 +23,12 @@ _NO_FLAGS = "--"
 
 
 def bytes_text(count: float) -> str:
-    """Return a number of bytes in GiB (2^30), MiB (2^20) or, for very little, KiB."""
+    """Return a number of bytes in GiB (2^30), MiB (2^20) or, for very little, KiB and bytes."""
     if count >= _GIB:
         return f"{count / _GIB:.2f} GiB"
     if count >= _MIB / 10 or count == 0:
         return f"{count / _MIB:.1f} MiB"
-    return f"{count / _KIB:.1f} KiB"
+    return f"{count / _KIB:.1f} KiB" if count >= _KIB else f"{count:.0f} B"
 
 
 def problems_text(error: BadInput) -> str:
