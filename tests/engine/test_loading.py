@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import psutil
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from engine.training import make_job, make_plan
+from engine.training import make_expected, make_job, make_plan
 from harness.ranks import run_ranks
 from shardwise.engine.buffers import fill_buffers
 from shardwise.engine.load import load_model
@@ -18,28 +20,41 @@ from shardwise.spec.problems import BadInput
 MIB = 2**20
 
 
-def _private_bytes():
+def _anonymous_bytes():
     """Memory that is this process's own: pages of mapped files do not count, as the kernel may drop them."""
-    info = psutil.Process().memory_full_info()
-    return info.uss - _mapped()
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
 
 
-def _mapped():
-    with open("/proc/self/smaps_rollup") as file:
-        fields = dict(line.split(":") for line in file if ":" in line)
-    private = int(fields["Private_Clean"].split()[0]) + int(fields["Private_Dirty"].split()[0])
-    return (private - int(fields["Anonymous"].split()[0])) * 1024
+class _Peak(threading.Thread):
+    """Watches this process's anonymous memory until it is stopped."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.bytes, self.running = 0, True
+
+    def run(self):
+        while self.running:
+            self.bytes = max(self.bytes, _anonymous_bytes())
+            time.sleep(0.002)
+
+    def stop(self):
+        self.running = False
+        self.join()
+        return max(self.bytes, _anonymous_bytes())
 
 
 def _load(rank, world, job):
     plan = make_plan(job, world)
     mesh = build_mesh(plan.mesh, "cpu")
     source = open_source(job.model)
-    before = _private_bytes()
+    before, watch = _anonymous_bytes(), _Peak()
+    watch.start()
     model = load_model(job, plan, source, mesh)
-    after = _private_bytes()
+    peak = watch.stop() - before
     held = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
-    return after - before, held
+    planned = make_expected(job, plan).units.stored_bytes / world
+    return peak, held, planned
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -47,9 +62,10 @@ def test_a_rank_holds_its_share_and_little_more(tiny, world):
     folder = tiny("llama", vocab=50_001, heads=8, head_dim=64, kv=2, layers=1)
     job = make_job(folder, fsdp={"strategy": "FULL_SHARD"}, global_batch=4, micro_batch=1)
     whole = 2 * 50_001 * 512 * 4
-    for grown, held in run_ranks(_load, world, job):
+    for peak, held, planned in run_ranks(_load, world, job):
         assert held == pytest.approx(whole / world, rel=0.05)
-        assert grown < 1.3 * held + 8 * MIB, f"{grown / MIB:.0f} MiB for {held / MIB:.0f} MiB of shards"
+        assert held == pytest.approx(planned, rel=0.01)
+        assert 0.9 * held <= peak < 1.3 * planned, f"{peak / MIB:.0f} MiB at the peak, planned {planned / MIB:.0f} MiB"
 
 
 class Forgetful(nn.Module):

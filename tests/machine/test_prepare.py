@@ -111,7 +111,7 @@ def test_checkpoint_tensors_without_a_place_in_the_model_are_named(tiny, tmp_pat
     folder = shutil.copytree(tiny("llama", layers=2), tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     spare = torch.ones(2)
-    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": spare, "h.0.attn.bias": spare}
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": spare, "h.0.attn.bias": spare.clone()}
     save_file({**stored, **computed}, folder / "model.safetensors", {"format": "pt"})
     (tmp_path / "a").mkdir()
     assert not any("not used" in line for line in make_run(tmp_path / "a", folder).data_lines)

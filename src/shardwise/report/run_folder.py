@@ -25,7 +25,10 @@ State = Literal["prepared", "running", "stopped", "finished", "unverified", "fai
 MAY_CHANGE = (
     *("resume", "log", "checkpoint", "sample", "output"),
     "data",  # its rows are compared
-    *("cluster", "fsdp", "micro_batch", "activation_checkpointing"),  # another layout of the same training
+    # another layout of the same training
+    *("cluster", "fsdp", "mesh", "units", "prefetch", "reduce_scatter", "micro_batch", "accumulation"),
+    *("activation_checkpointing", "offload", "loss_head", "loss_chunk", "compile", "optimizer_implementation"),
+    "self_checks",
 )
 """Fields in which a resumed job may differ from the run that it continues."""
 
