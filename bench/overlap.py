@@ -67,6 +67,10 @@ class Case:
     """FULL_SHARD or SHARD_GRAD_OP."""
     linear_units: bool
     """Every linear layer is a unit, on both sides."""
+    prefetch: int | None
+    """shardwise's prefetch depth; None: its default."""
+    buffers: int | None
+    """shardwise's reductions in flight; None: its default."""
 
 
 def save_model(folder: Path) -> None:
@@ -151,6 +155,10 @@ def with_shardwise(folder: str, case: Case) -> tuple[Step, nn.Module, float]:
     }
     if case.linear_units:
         values["units"] = {"wrap": ["Linear"]}
+    if case.prefetch is not None:
+        values["prefetch"] = case.prefetch
+    if case.buffers is not None:
+        values["reduce_scatter"] = {"buffers": case.buffers}
     seen = preview(read_job_dict(values), nproc=world)
     assert seen.units is not None, "the model is here"
     model = load_model(seen.job, seen.plan, open_source(seen.job.model), build_mesh(seen.plan.mesh, "cpu"))
@@ -225,7 +233,13 @@ def work(given: argparse.Namespace) -> None:
     disable_progress_bar()
     dist.init_process_group("gloo")
     cases = [
-        Case(dtype=dtype, strategy=strategy, linear_units=given.linear_units)
+        Case(
+            dtype=dtype,
+            strategy=strategy,
+            linear_units=given.linear_units,
+            prefetch=given.prefetch,
+            buffers=given.buffers,
+        )
         for strategy in given.strategy
         for dtype in given.dtype
     ]
@@ -305,6 +319,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "--strategy", nargs="+", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default=["FULL_SHARD", "SHARD_GRAD_OP"]
     )
     parser.add_argument("--linear-units", action="store_true", help="every linear layer is a unit")
+    parser.add_argument("--prefetch", type=int, help="shardwise's prefetch depth instead of its default")
+    parser.add_argument("--buffers", type=int, help="shardwise's reductions in flight instead of its default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

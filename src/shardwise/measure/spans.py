@@ -24,6 +24,7 @@ KINDS = {
 """Name that a backend gives a collective -> its kind. An all-to-all is how gradients are reduced here on CPUs."""
 
 _BACKENDS = ("gloo:", "nccl:")
+_KERNELS = ("aten::", "fsdp::")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Spans:
 def spans_of(profiled: profile) -> Spans:
     """Read the intervals of a finished profile of this process's CPU activity.
 
-    Compute is what ATen operators did on any thread. A gloo reduce-scatter shows as the all-reduce that it is.
+    Compute is what operators of ATen and FSDP2 (its copies) did on any thread. A gloo reduce-scatter shows as the all-reduce that it is.
     """
     compute: list[Interval] = []
     collectives: dict[str, list[Interval]] = {}
@@ -59,7 +60,7 @@ def spans_of(profiled: profile) -> Spans:
         if backend is not None:
             name = event.name.removeprefix(backend)
             collectives.setdefault(KINDS.get(name, name), []).append(span)
-        elif event.name.startswith("aten::"):
+        elif event.name.startswith(_KERNELS):
             compute.append(span)
     return Spans(compute=merged(compute), collectives={kind: merged(spans) for kind, spans in collectives.items()})
 
