@@ -294,7 +294,7 @@ def run(given: argparse.Namespace) -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         else:
             rate = given.mbit_per_s
-            lab = stack.enter_context(Lab(hosts=2, mbit_per_s=rate))
+            lab = stack.enter_context(Lab(hosts=2, mbit_per_s=rate, large_packets=True))
             factor = lab.header_factor()
             lab.torchrun(words, timeout_s=1200)
         found = [summary(result, rate) for result in json.loads(Path(folder, "results.json").read_text())]

@@ -42,12 +42,14 @@ class NetworkError(RuntimeError):
 class Network:
     """One switch and its hosts, as namespaces of this process; `build` makes them, `remove` takes them away."""
 
-    def __init__(self, *, hosts: int) -> None:
+    def __init__(self, *, hosts: int, segments: int = 1) -> None:
         stem = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}"
         self.switch = f"{stem}-switch"
         """Name of the switch's namespace."""
         self.hosts = tuple(f"{stem}-host{host}" for host in range(hosts))
         """Names of the hosts' namespaces."""
+        self.segments = segments
+        """Most segments that one packet holds; with one, counters hold every header."""
 
     def build(self, *, mbit_per_s: float | None) -> None:
         """Make the namespaces and links, shaped as by `shape`; on an error nothing is left."""
@@ -63,11 +65,11 @@ class Network:
             raise
 
     def _connect(self, host: int, name: str) -> None:
-        """Wire one host to the switch: one packet per segment, so that counters hold every header."""
+        """Wire one host to the switch."""
         port = f"port{host}"
         _command(["ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", port, "netns", self.switch])
         for namespace, device in ((name, INTERFACE), (self.switch, port)):
-            _batch(namespace, [f"link set dev {device} mtu {MTU_BYTES} gso_max_segs 1"])
+            _batch(namespace, [f"link set dev {device} mtu {MTU_BYTES} gso_max_segs {self.segments}"])
         _batch(self.switch, [f"link set dev {port} master switch up"])
         _batch(name, [f"address add {address(host)}/24 dev {INTERFACE}", f"link set dev {INTERFACE} up"])
 
