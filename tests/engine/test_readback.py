@@ -88,7 +88,7 @@ def _compiled_block(model):
 
 
 CHANGES = {
-    _nothing_ahead: "unit model.layers.0: forward prefetch is [], planned ['model.layers.1']",
+    _nothing_ahead: "unit model.layers.0: forward prefetch is [], planned ['model.layers.1', 'model.layers.2']",
     _default_backward_order: "unit model.layers.1: backward prefetch is [], planned ['model.layers.0']",
     _blocking_gathers: "background gathers is False, planned True",
     _other_reduce_scatter: "reduce-scatter is Other, planned AllToAllReduce",

@@ -13,9 +13,9 @@ FULL = {"strategy": "FULL_SHARD"}
 HYBRID = {"fsdp": {"strategy": "HYBRID_SHARD"}, "mesh": {"replicate": 2, "shard": 2}}
 
 
-def test_cpus_gather_one_ahead_in_the_background_and_reduce_two_at_a_time():
+def test_cpus_gather_two_ahead_in_the_background_and_reduce_two_at_a_time():
     plan = decide(job(fsdp=FULL), CPU)
-    assert plan.prefetch == Prefetch(forward=1, backward=1, async_all_gather=True)
+    assert plan.prefetch == Prefetch(forward=2, backward=2, async_all_gather=True)
     assert plan.reduce_scatter == ReduceScatter(buffers=2, separate_group=False, asynchronous=True)
     assert {"prefetch.forward", "prefetch.backward"} <= set(plan.reasons)
 

@@ -7,6 +7,9 @@ from shardwise.spec.layout import Mesh, Prefetch, ReduceScatter
 from shardwise.spec.plan import Dtypes
 from shardwise.spec.problems import BadInput, Problem
 
+CPU_DEPTH = 2
+"""Units gathered ahead on CPUs: with one, the link idles whenever a gather ends while the unit before still computes."""
+
 CPU_BUFFERS = 2
 """Reductions in flight on CPUs: one on the wire, one that waits for it, so that the link never idles."""
 
@@ -21,17 +24,18 @@ def prefetch(job: Job, device_type: str, reasons: dict[str, str]) -> Prefetch:
     if device_type != "cpu" and asked.async_all_gather is False:
         reason = "gathers run on streams of their own on GPUs, which cannot be switched off"
         raise BadInput(Problem(field="prefetch.async_all_gather", value=False, reason=reason, fix="remove it"))
+    on_cpu = device_type == "cpu"
     if asked.forward is None:
         reasons["prefetch.forward"] = (
-            "1: gathers on CPUs only overlap when issued ahead"
-            if device_type == "cpu"
+            f"{CPU_DEPTH}: on CPUs gathers only overlap when issued ahead, and with one the link idles at times"
+            if on_cpu
             else "0: on GPUs the host runs ahead and gathers the next unit anyway"
         )
     if asked.backward is None:
-        reasons["prefetch.backward"] = "1, as PyTorch does by default"
+        reasons["prefetch.backward"] = f"{CPU_DEPTH}, for the same reason" if on_cpu else "1, as PyTorch does by default"
     return Prefetch(
-        forward=asked.forward if asked.forward is not None else int(device_type == "cpu"),
-        backward=asked.backward if asked.backward is not None else 1,
+        forward=asked.forward if asked.forward is not None else CPU_DEPTH * on_cpu,
+        backward=asked.backward if asked.backward is not None else (CPU_DEPTH if on_cpu else 1),
         async_all_gather=asked.async_all_gather is not False,
     )
 
