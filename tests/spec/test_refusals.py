@@ -45,6 +45,7 @@ BAD = [
     ("use_lora: true\nlora_rank: 0", "lora_rank", "must be a whole number above 0"),
     ("use_lora: true\nlora_dropout: 1", "lora_dropout", "must be a number of 0 or more and below 1"),
     ("use_lora: true\nlora_targets: q_proj,v_proj", "lora_targets", "write [q_proj, v_proj]"),
+    ("use_lora: true\nmodules_to_save: lm_head", "modules_to_save", "write [lm_head]"),
     ("use_lora: true\nlora_targets: []", "lora_targets", "a list of module names"),
     ("use_lora: true\nlora_targets: ['']", "lora_targets", "an item that is empty text"),
     ("use_lora: true\nlora_targets: [1]", "lora_targets", "a list of module names"),

@@ -99,7 +99,8 @@ def _head(job: Job, device_note: str) -> Iterator[tuple[str, str]]:
     if job.use_lora:
         alpha = job.lora_alpha if job.lora_alpha is not None else 2.0 * job.lora_rank
         targets = job.lora_targets if isinstance(job.lora_targets, str) else ", ".join(job.lora_targets)
-        yield "method", f"LoRA rank {job.lora_rank}, alpha {alpha:g}, dropout {job.lora_dropout:g}, on {targets}"
+        whole = f"; {', '.join(job.lora_modules_to_save)} trained whole" if job.lora_modules_to_save else ""
+        yield "method", f"LoRA rank {job.lora_rank}, alpha {alpha:g}, dropout {job.lora_dropout:g}, on {targets}{whole}"
     else:
         yield "method", "full fine-tuning"
     if device_note:

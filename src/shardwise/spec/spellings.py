@@ -117,10 +117,18 @@ def _lora_targets(given: Given) -> object:
     value = given.value
     if value == "all-linear":
         return "all_linear"
-    if isinstance(value, str) and value != "all_linear" and value.strip():
-        names = ", ".join(re.split(r"[\s,]+", value.strip()))
-        raise given.refusal("must be a list of module names, or all_linear", fix=f"write [{shown(names)}]")
-    return value
+    return value if value == "all_linear" else _module_names(given, ", or all_linear")
+
+
+def _modules_to_save(given: Given) -> object:
+    return _module_names(given, "")
+
+
+def _module_names(given: Given, otherwise: str) -> object:
+    if isinstance(given.value, str) and given.value.strip():
+        names = ", ".join(re.split(r"[\s,]+", given.value.strip()))
+        raise given.refusal(f"must be a list of module names{otherwise}", fix=f"write [{shown(names)}]")
+    return given.value
 
 
 def _optimizer(given: Given) -> dict[str, object]:
@@ -169,6 +177,7 @@ _FIELD_READERS: dict[str, Callable[[Given], object]] = {
     "model.dtype": _dtype,
     "data.path": _refuse_list,
     "lora_targets": _lora_targets,
+    "lora_modules_to_save": _modules_to_save,
     "optimizer_implementation": _implementation,
     "optimizer_state_dtype": _dtype,
     "fsdp.strategy": layout.strategy,

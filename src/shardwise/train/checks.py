@@ -63,14 +63,19 @@ def compare_ranks(values: dict[str, float], flag: bool, device: torch.device) ->
 
 
 def check_adapters(model: nn.Module, device: torch.device) -> None:
-    """Check, after the first step, that every adapter got a gradient. Every rank calls it.
+    """Check, after the first step, that every adapter, and every module trained whole beside them, got a gradient.
 
-    B starts at zero, so its gradient is the first that is not; that of A follows from the second step on.
+    Every rank calls it. B starts at zero, so its gradient is the first that is not; that of A follows from the second
+    step on.
 
     Raises:
         TrainingFailed: naming the adapters without one.
     """
-    adapters = [(unwrapped_name(name), p) for name, p in model.named_parameters() if ".lora_B." in name]
+    adapters = [
+        (unwrapped_name(name), p)
+        for name, p in model.named_parameters()
+        if p.requires_grad and (".lora_B." in name or ".modules_to_save." in name)
+    ]
     if not adapters:
         return
     moved = torch.tensor([float(_any_nonzero(p.grad)) for _, p in adapters], device=device)
@@ -80,7 +85,7 @@ def check_adapters(model: nn.Module, device: torch.device) -> None:
         listed = ", ".join(still[:3]) + (", ..." if len(still) > 3 else "")
         raise TrainingFailed(
             f"{len(still)} of {len(adapters)} adapters got no gradient in the first step: {listed}; "
-            "leave their modules out of lora_targets"
+            "leave their modules out of lora_targets and lora_modules_to_save"
         )
 
 
