@@ -75,7 +75,8 @@ class CoveringArray:
         for number in range(CANDIDATES):
             start = left[number * 7 % len(left)]
             stride = 1 + 2 * (number % 3)
-            order = dict.fromkeys([*(names[(place * stride + number) % len(names)] for place in range(len(names))), *names])
+            turned = [names[(place * stride + number) % len(names)] for place in range(len(names))]
+            order = dict.fromkeys([*turned, *names])
             row = self._completed(dict(start), [name for name in order if name not in dict(start)])
             if row is not None:
                 yield row

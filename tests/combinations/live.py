@@ -82,9 +82,7 @@ def train_live(rank: int, world: int, job: Job, plan: Plan) -> Trained:
     for number in range(STEPS):
         if number == 0:
             tensor = tensor_work(job, plan, source.config, batches.micro_batches(position))
-            result, _ = watch(
-                step, model=model, optimizer=optimizer, plan=plan, units=units, mesh=mesh, tensor=tensor
-            )
+            result, _ = watch(step, model=model, optimizer=optimizer, plan=plan, units=units, mesh=mesh, tensor=tensor)
         else:
             result = step()
         assert result is not None

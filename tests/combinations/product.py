@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from combinations.features import FEATURES, GPU_KERNELS, Pair, Row, data_ranks, model_of, settings_of, world_of
+import torch
+
+from combinations.features import FEATURES, GPU_KERNELS, Item, Pair, Row, model_of, settings_of, world_of
 from shardwise.engine.check import check_plan
 from shardwise.engine.load import build_skeleton, frozen_storage
 from shardwise.engine.source import open_source
@@ -39,8 +41,6 @@ class Verdict:
 
 def folder_of(row: Row, tiny: Tiny) -> Path:
     """Return the checkpoint that a row is run on, stored in bf16."""
-    import torch
-
     return tiny("llama", dtype=torch.bfloat16, **model_of(row))
 
 
@@ -107,7 +107,7 @@ class Product:
     def _telling(self, pair: Pair, strategies: list[str], device_type: str) -> str:
         """Return the strategy whose refusal says most of a pair: one that takes each of the two, else the first one."""
 
-        def takes(strategy: str, item: tuple[str, str]) -> bool:
+        def takes(strategy: str, item: Item) -> bool:
             return self.refusal({item[0]: item[1], "strategy": strategy}, device_type) is None
 
         both = (name for name in strategies if all(takes(name, item) for item in pair))

@@ -91,7 +91,7 @@ CHANGES = {
     _nothing_ahead: "unit model.layers.0: forward prefetch is [], planned ['model.layers.1', 'model.layers.2']",
     _default_backward_order: "unit model.layers.1: backward prefetch is [], planned ['model.layers.0']",
     _blocking_gathers: "background gathers is False, planned True",
-    _other_reduce_scatter: "reduce-scatter is Other, planned AllToAllReduce",
+    _other_reduce_scatter: "reduce-scatter is Other, planned ExchangedReduce",
     _more_in_flight: "reductions in flight is 7, planned 2",
     _unsynchronised: "reduces gradients is (False, False), planned (True, True)",
     _unsynchronised_replicas: "reduces gradients is (True, False), planned (True, True)",

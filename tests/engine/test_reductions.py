@@ -85,7 +85,7 @@ def test_the_sum_is_in_the_order_of_ranks(world, dtype):
         dist.all_gather(everyone, mine)
         output = torch.empty(5, dtype=dtype)
         unit = torch.nn.Linear(1, 1)
-        comm = reductions.AllToAllReduce(None, unit)
+        comm = reductions.ExchangedReduce(None, unit)
         comm(output_tensor=output, input_tensor=mine, group=dist.group.WORLD, op=dist.ReduceOp.SUM)
         expected = everyone[0][5 * rank : 5 * rank + 5].clone()
         for other in everyone[1:]:
@@ -97,7 +97,7 @@ def test_the_sum_is_in_the_order_of_ranks(world, dtype):
 
 def test_only_sums_are_made():
     def body(rank, world):
-        comm = reductions.AllToAllReduce(None, torch.nn.Linear(1, 1))
+        comm = reductions.ExchangedReduce(None, torch.nn.Linear(1, 1))
         with pytest.raises(NotImplementedError, match="summed here"):
             comm(torch.empty(1), torch.empty(2), dist.group.WORLD, dist.ReduceOp.AVG)
         return True

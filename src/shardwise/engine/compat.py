@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGatherComm
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatterComm
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
 
-__all__ = ["CheckpointWrapper", "ReduceScatterComm", "TorchDispatchMode", "checkpoint_wrapper"]
+__all__ = ["AllGatherComm", "CheckpointWrapper", "ReduceScatterComm", "TorchDispatchMode", "checkpoint_wrapper"]
 
 
 class UnsupportedRelease(RuntimeError):
@@ -55,6 +56,8 @@ class UnitFacts:
     """The same in backward; the unit itself: none; empty: FSDP2's default, the one before."""
     gathers_in_background: bool
     """Whether gathers return before they are done (CPUs)."""
+    all_gather: AllGatherComm
+    """The all-gather that it calls."""
     reduce_scatter: ReduceScatterComm
     """The reduce-scatter that it calls."""
     separate_group: bool
@@ -102,6 +105,7 @@ def unit_facts(unit: FSDPModule) -> UnitFacts | None:
         forward_prefetch=_modules_of(state._states_to_forward_prefetch),
         backward_prefetch=_modules_of(state._states_to_backward_prefetch),
         gathers_in_background=group.unshard_async_op,
+        all_gather=group._all_gather_comm,
         reduce_scatter=group._reduce_scatter_comm,
         separate_group=getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None,
         reduce_buffers=getattr(group, "reduce_scatter_max_input_buffers", 1),
@@ -327,3 +331,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def is_view_of_parameter(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor looks at a parameter's memory, as the transposed weight that a linear layer saves does."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def all_gather(
+    output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Gather parts into one tensor by the name that this release has for it (`all_gather_single` from torch 2.13 on)."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return cast("dist.Work | None", gather(output, part, group=group, async_op=async_op))

@@ -5,10 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine.compat import gather_in_background
+from shardwise.engine.compat import AllGatherComm, all_gather, gather_in_background
+from shardwise.engine.exchange import GATHER_TAG, exchange
 from shardwise.spec.layout import Prefetch
+
+
+class ExchangedGather(AllGatherComm):
+    """The all-gather of a unit on CPUs: between two ranks an exchange; among more, gloo's ring, which crosses less
+    between hosts that hold several ranks each."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` [ranks x shard]; `input_tensor` [shard] is this rank's part of it, in place."""
+        if group.size() != 2:
+            return all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        gathering = exchange([input_tensor] * 2, output_tensor.view(2, -1).unbind(), group, GATHER_TAG)
+        if async_op:
+            return gathering
+        gathering.wait()
+        return None
 
 
 class Gathered(Protocol):
@@ -67,3 +95,5 @@ def set_prefetch(
         unit.set_modules_to_backward_prefetch(behind or [unit])
     if device_type == "cpu":
         gather_in_background(root, prefetch.async_all_gather)
+        for unit in (*live, root):
+            unit.set_custom_all_gather(ExchangedGather())

@@ -10,9 +10,9 @@ from torch import nn
 from shardwise.engine.apply import units
 from shardwise.engine.compat import UnitFacts, unit_facts
 from shardwise.engine.dtypes import TORCH_DTYPE
-from shardwise.engine.gathers import ahead_of, behind_of
+from shardwise.engine.gathers import ExchangedGather, ahead_of, behind_of
 from shardwise.engine.names import unwrapped_name
-from shardwise.engine.reductions import AllToAllReduce
+from shardwise.engine.reductions import ExchangedReduce
 from shardwise.engine.units import ROOT
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import UnitRow, UnitTable
@@ -73,6 +73,7 @@ def _gathers(
     yield "backward prefetch", [names[id(module)] for module in facts.backward_prefetch], behind or [name]
     if device_type == "cpu":
         yield "background gathers", facts.gathers_in_background, plan.prefetch.async_all_gather
+        yield "all-gather", type(facts.all_gather).__name__, ExchangedGather.__name__
 
 
 def _reductions(facts: UnitFacts, plan: Plan, device_type: str) -> Iterator[tuple[str, Any, Any]]:
@@ -82,7 +83,7 @@ def _reductions(facts: UnitFacts, plan: Plan, device_type: str) -> Iterator[tupl
     if device_type != "cpu":
         yield "reduce-scatter buffers", facts.reduce_buffers, wanted.buffers
     elif plan.mesh.shard > 1:
-        ours = facts.reduce_scatter if isinstance(facts.reduce_scatter, AllToAllReduce) else None
-        yield "reduce-scatter", type(facts.reduce_scatter).__name__, AllToAllReduce.__name__
+        ours = facts.reduce_scatter if isinstance(facts.reduce_scatter, ExchangedReduce) else None
+        yield "reduce-scatter", type(facts.reduce_scatter).__name__, ExchangedReduce.__name__
         yield "background reductions", bool(ours and ours.queue), wanted.asynchronous
         yield "reductions in flight", ours.queue.buffers if ours and ours.queue else 1, wanted.buffers

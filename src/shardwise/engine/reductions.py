@@ -1,4 +1,4 @@
-"""Reduce-scatter on CPUs: an all-to-all and a sum, in the background where nothing reads the result early.
+"""Reduce-scatter on CPUs: an exchange and a sum, in the background where nothing reads the result early.
 
 gloo's own reduce-scatter is an all-reduce: it sends every gradient twice and blocks. Here each rank sends every other
 rank its part once, (n - 1) / n of the buffer, and adds up what it received in the order of ranks.
@@ -22,6 +22,7 @@ from shardwise.engine.compat import (
     set_reduce_buffers,
     set_separate_group,
 )
+from shardwise.engine.exchange import REDUCE_TAG, Exchange, exchange
 from shardwise.spec.layout import ReduceScatter
 
 
@@ -29,19 +30,17 @@ from shardwise.spec.layout import ReduceScatter
 class _InFlight:
     """One reduction on the wire."""
 
-    work: dist.Work
-    """Done when `received` is filled."""
-    sent: torch.Tensor
-    """This rank's unreduced gradients; must live until they are sent."""
-    received: torch.Tensor
-    """[ranks, shard]: this rank's part of every rank's gradients."""
+    work: Exchange
+    """Done when `parts` are filled."""
+    parts: tuple[torch.Tensor, ...]
+    """[shard] of every rank: what is this rank's of its gradients."""
     output: torch.Tensor
     """[shard]: where their sum goes."""
 
     def finish(self) -> None:
         """Wait, and add up in the order of ranks."""
         self.work.wait()
-        first, second, *others = self.received.unbind()
+        first, second, *others = self.parts
         torch.add(first, second, out=self.output)
         for part in others:
             self.output.add_(part)
@@ -72,7 +71,7 @@ class Reductions:
             self._queue.popleft().finish()
 
 
-class AllToAllReduce(ReduceScatterComm):
+class ExchangedReduce(ReduceScatterComm):
     """The reduce-scatter of one unit."""
 
     def __init__(self, queue: Reductions | None, unit: FSDPModule) -> None:
@@ -98,12 +97,11 @@ class AllToAllReduce(ReduceScatterComm):
         """
         if op != dist.ReduceOp.SUM:
             raise NotImplementedError(f"gradients are summed here, not reduced by {op}")
-        received = torch.empty_like(input_tensor)
-        work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
-        assert work is not None
-        reduction = _InFlight(
-            work=work, sent=input_tensor, received=received.view(group.size(), -1), output=output_tensor
-        )
+        mine = input_tensor.view(group.size(), -1).unbind()
+        parts = list(torch.empty_like(input_tensor).view(group.size(), -1).unbind())
+        parts[group.rank()] = mine[group.rank()]
+        work = exchange(mine, parts, group, REDUCE_TAG)
+        reduction = _InFlight(work=work, parts=tuple(parts), output=output_tensor)
         unit = self._unit()
         if self.queue is None or unit is None or reads_gradients_early(unit):
             reduction.finish()
@@ -120,7 +118,7 @@ def set_reductions(
         root: The root unit.
         units: All units, the root included.
         reduce_scatter: The plan's.
-        device_type: On `cpu` the all-to-all takes the place of gloo's reduce-scatter.
+        device_type: On `cpu` the exchange takes the place of gloo's reduce-scatter.
         shard: Ranks of the shard axis; nothing is reduced over one.
     """
     if reduce_scatter.separate_group:
@@ -132,4 +130,4 @@ def set_reductions(
         return
     queue = Reductions(reduce_scatter.buffers) if reduce_scatter.asynchronous else None
     for unit in units:
-        unit.set_custom_reduce_scatter(AllToAllReduce(queue, unit))
+        unit.set_custom_reduce_scatter(ExchangedReduce(queue, unit))

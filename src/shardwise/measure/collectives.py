@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.compat import Operator, TorchDispatchMode, UnsupportedRelease, group_ranks, operator_argument
+from shardwise.engine.exchange import GATHER_TAG, REDUCE_TAG
 from shardwise.spec.collectives import CollectiveKind, Collectives, Key
 
 RESULT = "result"
@@ -56,6 +57,9 @@ COLLECTIVES: dict[str, tuple[CollectiveKind, str]] = {
 }
 """Operator -> (kind, the argument that is the payload; "" where there is none)."""
 
+EXCHANGES: dict[int, CollectiveKind] = {GATHER_TAG: "all_gather", REDUCE_TAG: "all_to_all"}
+"""Tag of the messages of an exchange -> the collective that one message to and from every other rank makes up."""
+
 LOCAL = ("c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 """Operators beside them that send nothing."""
 
@@ -76,11 +80,19 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._axes = GroupNames(mesh)
         self._counts: Counter[Key] = Counter()
+        self._exchanged: dict[tuple[str, int, int], list[int]] = {}
 
     @property
     def collectives(self) -> Collectives:
-        """What was counted so far."""
-        return Collectives.of(self._counts)
+        """What was counted so far; messages of an exchange as the collective that they make up."""
+        counts = Counter(self._counts)
+        for (axis, tag, size), (sends, receives) in self._exchanged.items():
+            ranks = self._axes.size(axis)
+            if sends == receives and sends % (ranks - 1) == 0:
+                counts[EXCHANGES[tag], axis, size * ranks] += sends // (ranks - 1)
+            else:
+                counts += Counter({("send", axis, size): sends, ("recv", axis, size): receives})
+        return Collectives.of(counts)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,8 +118,14 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = operator_argument(operator, "process_group", args, kwargs)
         if group is None:
             group = operator_argument(operator, "group_name", args, kwargs)
+        axis = self._axes.name(group_ranks(group))
+        tag = operator_argument(operator, "tag", args, kwargs) if kind in ("send", "recv") else None
+        if tag in EXCHANGES:
+            size = _bytes(operator_argument(operator, payload, args, kwargs))
+            self._exchanged.setdefault((axis, tag, size), [0, 0])[kind == "recv"] += 1
+            return
         sent = result if payload == RESULT else operator_argument(operator, payload, args, kwargs)
-        self._counts[kind, self._axes.name(group_ranks(group)), _bytes(sent)] += 1
+        self._counts[kind, axis, _bytes(sent)] += 1
 
 
 class GroupNames:
@@ -116,10 +134,20 @@ class GroupNames:
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
         self._axes = {tuple(dist.get_process_group_ranks(mesh.get_group(name))): name for name in names}
+        self._sizes: dict[str, int] = {}
         self._shard = next((ranks for ranks, name in self._axes.items() if name == "shard"), ())
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks of an axis that `name` has named."""
+        return self._sizes[axis]
 
     def name(self, ranks: tuple[int, ...]) -> str:
         """Return the axis that holds exactly these global ranks, as `Collective.axis` says."""
+        found = self._name(ranks)
+        self._sizes[found] = len(ranks)
+        return found
+
+    def _name(self, ranks: tuple[int, ...]) -> str:
         if ranks in self._axes:
             return self._axes[ranks]
         size = len(ranks)

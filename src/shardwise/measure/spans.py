@@ -24,6 +24,7 @@ KINDS = {
 """Name that a backend gives a collective -> its kind. An all-to-all is how gradients are reduced here on CPUs."""
 
 _BACKENDS = ("gloo:", "nccl:")
+_POSTED = "shardwise::"
 _KERNELS = ("aten::", "fsdp::")
 
 
@@ -49,19 +50,29 @@ class Spans:
 def spans_of(profiled: profile) -> Spans:
     """Read the intervals of a finished profile of this process's CPU activity.
 
-    Compute is what operators of ATen and FSDP2 (its copies) did on any thread. A gloo reduce-scatter shows as the all-reduce that it is.
+    Compute is what operators of ATen and FSDP2 (its copies) did on any thread. A gloo reduce-scatter shows as the
+    all-reduce that it is; messages of an exchange as the collective within which they were posted.
     """
+    events: Any = profiled.events  # untyped in torch
     compute: list[Interval] = []
     collectives: dict[str, list[Interval]] = {}
-    events: Any = profiled.events  # untyped in torch
+    messages: list[Interval] = []
+    posted: list[tuple[Interval, str]] = []
     for event in events() or ():
         span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
         backend = next((word for word in _BACKENDS if event.name.startswith(word)), None)
-        if backend is not None:
-            name = event.name.removeprefix(backend)
-            collectives.setdefault(KINDS.get(name, name), []).append(span)
-        elif event.name.startswith(_KERNELS):
+        name = event.name.removeprefix(backend or "")
+        if event.name.startswith(_KERNELS):
             compute.append(span)
+        elif event.name.startswith(_POSTED):
+            posted.append((span, event.name.removeprefix(_POSTED)))
+        elif backend is not None and name in ("send", "recv"):
+            messages.append(span)
+        elif backend is not None:
+            collectives.setdefault(KINDS.get(name, name), []).append(span)
+    for message in messages:
+        kind = next((kind for (start, end), kind in posted if start <= message[0] <= end), "message")
+        collectives.setdefault(kind, []).append(message)
     return Spans(compute=merged(compute), collectives={kind: merged(spans) for kind, spans in collectives.items()})
 
 

@@ -32,7 +32,9 @@ def prefetch(job: Job, device_type: str, reasons: dict[str, str]) -> Prefetch:
             else "0: on GPUs the host runs ahead and gathers the next unit anyway"
         )
     if asked.backward is None:
-        reasons["prefetch.backward"] = f"{CPU_DEPTH}, for the same reason" if on_cpu else "1, as PyTorch does by default"
+        reasons["prefetch.backward"] = (
+            f"{CPU_DEPTH}, for the same reason" if on_cpu else "1, as PyTorch does by default"
+        )
     return Prefetch(
         forward=asked.forward if asked.forward is not None else CPU_DEPTH * on_cpu,
         backward=asked.backward if asked.backward is not None else (CPU_DEPTH if on_cpu else 1),
