@@ -225,7 +225,9 @@ def profiled(step: Step, batch: Batch) -> dict[str, float]:
 def apart(one: nn.Module, other: nn.Module) -> float:
     """Largest difference between this rank's shards of two models."""
     theirs = dict(other.named_parameters())
-    return max(float((p.to_local() - theirs[n].to_local()).abs().max()) for n, p in one.named_parameters())
+    return max(
+        float((p.detach().to_local() - theirs[n].detach().to_local()).abs().max()) for n, p in one.named_parameters()
+    )
 
 
 def work(given: argparse.Namespace) -> None:

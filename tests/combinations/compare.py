@@ -84,8 +84,6 @@ def differences(live: list[Trained], alone: Trained, bounds: Tolerance) -> list[
     ]
     off = [(what, error, bound) for what, error, bound in measured if not error <= bound]
     return found + [f"{what}: off by {error:.1e}, allowed {bound:.0e}" for what, error, bound in off]
-        f"{what}: off by {error:.1e}, allowed {bound:.0e}" for what, error, bound in measured if not error <= bound
-    ]
 
 
 def _flat(tensors: Tensors) -> torch.Tensor:

@@ -12,6 +12,7 @@ from engine.training import make_job
 from harness.ranks import run_ranks
 from measure.steps import count_steps
 from shardwise.engine.compat import UnsupportedRelease
+from shardwise.engine.exchange import GATHER_TAG, REDUCE_TAG, exchange
 from shardwise.measure.collectives import COLLECTIVES, LOCAL, CollectiveCounter, GroupNames
 from shardwise.spec.collectives import Collectives
 
@@ -164,23 +165,45 @@ def test_an_unknown_collective_is_refused():
 
 
 def test_torch_counts_the_same(tiny):
-    """torch's CommDebugMode, an independent count without bytes, agrees on a whole step."""
-    job = make_job(
-        tiny(layers=2),
-        global_batch=4,
-        micro_batch=1,
-        fsdp={"strategy": "HYBRID_SHARD"},
-        mesh={"replicate": 2, "shard": 2},
-    )
+    """torch's CommDebugMode, an independent count without bytes, agrees on a whole step.
+
+    It counts no messages, of which reductions and gathers between two ranks are made; four ranks gather in a ring.
+    """
+    job = make_job(tiny(layers=2), global_batch=4, micro_batch=1, fsdp={"strategy": "FULL_SHARD"})
     for counted in run_ranks(lambda rank, world: count_steps(rank, world, job, by_torch=True), 4):
         ours = {
             kind: sum(row.count for row in counted.second.rows if row.kind == kind)
             for kind in ("all_gather", "all_to_all", "all_reduce")
         }
-        theirs = counted.torch_counts
-        assert theirs == {
+        assert counted.torch_counts == {
             "c10d._allgather_base_": ours["all_gather"],
-            "c10d.alltoall_base_": ours["all_to_all"],
             "c10d.allreduce_": ours["all_reduce"],
         }
-        assert ours == {"all_gather": 5, "all_to_all": 3, "all_reduce": 6}
+        assert ours == {"all_gather": 5, "all_to_all": 3, "all_reduce": 3}
+
+
+def _messages(rank: int, world: int, receive: bool) -> Collectives:
+    """Messages of gathers and reductions on two ranks, one of them perhaps without its receive."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    part, other = torch.ones(3), torch.empty(3)
+    with CollectiveCounter(mesh) as counter:
+        exchange([part] * 2, [other] * 2, mesh.get_group(), GATHER_TAG).wait()
+        exchange([part] * 2, [other] * 2, mesh.get_group(), REDUCE_TAG).wait()
+        sent = dist.isend(part, group=mesh.get_group(), group_dst=1 - rank, tag=GATHER_TAG)
+        if receive:
+            dist.irecv(other, group=mesh.get_group(), group_src=1 - rank, tag=GATHER_TAG).wait()
+            sent.wait()
+    return counter.collectives
+
+
+def test_messages_of_an_exchange_count_as_the_collective_that_they_make_up():
+    for counted in run_ranks(_messages, 2, True):
+        assert [(row.kind, row.payload_bytes, row.count) for row in counted.rows] == [
+            ("all_gather", 24, 2),
+            ("all_to_all", 24, 1),
+        ]
+
+
+def test_messages_that_make_up_no_collective_are_shown_as_they_are():
+    for counted in run_ranks(_messages, 2, False):
+        assert {(row.kind, row.count) for row in counted.rows} == {("all_to_all", 1), ("send", 2), ("recv", 1)}

@@ -336,6 +336,6 @@ def is_view_of_parameter(tensor: torch.Tensor) -> bool:
 def all_gather(
     output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
-    """Gather parts into one tensor by the name that this release has for it (`all_gather_single` from torch 2.13 on)."""
+    """Gather parts into one tensor by this release's name for it (`all_gather_single` from torch 2.13 on)."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return cast("dist.Work | None", gather(output, part, group=group, async_op=async_op))

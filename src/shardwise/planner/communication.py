@@ -8,7 +8,7 @@ from shardwise.spec.plan import Dtypes
 from shardwise.spec.problems import BadInput, Problem
 
 CPU_DEPTH = 2
-"""Units gathered ahead on CPUs: with one, the link idles whenever a gather ends while the unit before still computes."""
+"""Units gathered ahead on CPUs: with one, the link idles when a gather ends while the unit before still computes."""
 
 CPU_BUFFERS = 2
 """Reductions in flight on CPUs: one on the wire, one that waits for it, so that the link never idles."""
