@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -222,12 +223,17 @@ def profiled(step: Step, batch: Batch) -> dict[str, float]:
     return {**spans.exposed(), "all": spans.exposed_total()}
 
 
+@torch.no_grad()
 def apart(one: nn.Module, other: nn.Module) -> float:
     """Largest difference between this rank's shards of two models."""
     theirs = dict(other.named_parameters())
-    return max(
-        float((p.detach().to_local() - theirs[n].detach().to_local()).abs().max()) for n, p in one.named_parameters()
-    )
+    return max(float((shard(p) - shard(theirs[n])).abs().max()) for n, p in one.named_parameters())
+
+
+def shard(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    assert isinstance(parameter, DTensor), "every parameter is sharded"
+    return parameter.to_local()
 
 
 def work(given: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Bytes that cross between two hosts in a training step, counted by the kernel against the plan's: python bench/two_hosts.py
+"""Bytes that cross between two hosts in a step, by the kernel and by the plan: python bench/two_hosts.py
 
 Four ranks, two on each host of a lab (`docs/lab.md`, needs root). For each layout: the difference of the interfaces'
 counters over some steps after a warm-up, less an idle period of equal length, divided by the header factor of one known
