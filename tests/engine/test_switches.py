@@ -63,8 +63,7 @@ def _compare(job, world, order, close=False):
         assert all(torch.equal(weight, other.weights[name]) for other in results), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "lora"), [(False, False), (True, True)], ids=["untied-full", "tied-lora"])
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(tiny, name, tied, lora):
     switches = TWO_RANKS[name]
