@@ -267,5 +267,5 @@ def test_the_key_and_its_other_name():
     assert read_job_dict(given, ["lora_modules_to_save=[norm]"]).lora_modules_to_save == ["norm"]
     with pytest.raises(BadInput, match=r"modules_to_save: .*has no effect without use_lora: true"):
         read_job_dict({**given, "use_lora": False, "modules_to_save": ["lm_head"]})
-    with pytest.raises(BadInput, match="must be a list of names"):
+    with pytest.raises(BadInput, match="must be a list of module names"):
         read_job_dict({**given, "lora_modules_to_save": "lm_head"})

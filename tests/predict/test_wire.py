@@ -27,14 +27,14 @@ def between_pauses(work) -> float:
     """Bytes that all ranks together send for one call of `work`, seen by a rank while nobody else communicates."""
     work()
     dist.barrier()
-    time.sleep(0.1)
+    time.sleep(0.3)
     before = loopback_bytes()
-    time.sleep(0.05)
+    time.sleep(0.2)
     for _ in range(REPEATS):
         work()
-    time.sleep(0.15)
+    time.sleep(0.4)
     after = loopback_bytes()
-    time.sleep(0.05)
+    time.sleep(0.2)
     return (after - before) / REPEATS
 
 
@@ -53,6 +53,7 @@ def gloo_bytes(rank: int, world: int) -> dict[tuple[str, int], float]:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_sends_what_the_formula_says(world):
     """Tiny calls, nearly all headers, within 20 %; others within 3 %; large ones are the payload alone within 1 %."""
@@ -74,6 +75,7 @@ def step_bytes(rank: int, world: int, job) -> tuple[Collectives, float]:
     return counter.collectives, between_pauses(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "fields"),
     [
