@@ -26,6 +26,7 @@ class CoveringArray:
         allowed: Collection[Pair],
         wanted: Sequence[Group],
         cost: Mapping[Item, int],
+        apart: Sequence[Group] = (),
     ) -> None:
         """Find the rows.
 
@@ -34,6 +35,7 @@ class CoveringArray:
             allowed: The pairs that can stand together.
             wanted: What is to be covered.
             cost: Of values that are dear to run; the others cost nothing.
+            apart: What no row may hold whole, beside the pairs that are not allowed.
 
         Raises:
             ValueError: a wanted group that cannot be part of a whole row.
@@ -41,6 +43,7 @@ class CoveringArray:
         self._features = features
         self._together = frozenset(allowed) | {(second, first) for first, second in allowed}
         self._cost = cost
+        self._apart = [set(group) for group in apart]
         self._missing: dict[Item, dict[Group, None]] = {}
         for group in wanted:
             for item in group:
@@ -86,16 +89,18 @@ class CoveringArray:
         if not order:
             return row
         feature, *later = order
-        fitting = [
-            value
-            for value in self._features[feature]
-            if all(((feature, value), item) in self._together for item in row.items())
-        ]
+        fitting = [value for value in self._features[feature] if self._fits(row, (feature, value))]
         for value in sorted(fitting, key=lambda value: self._rank(row, (feature, value))):
             whole = self._completed({**row, feature: value}, later)
             if whole is not None:
                 return whole
         return None
+
+    def _fits(self, row: Row, item: Item) -> bool:
+        held = {*row.items(), item}
+        return all((item, other) in self._together for other in row.items()) and not any(
+            group <= held for group in self._apart
+        )
 
     def _rank(self, row: Row, item: Item) -> tuple[int, int]:
         """Order of a value for a row: first what completes most missing groups, then what costs least."""

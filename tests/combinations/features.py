@@ -102,6 +102,12 @@ COST = {("compile", "on"): 3, ("tensor", "2"): 1, ("tensor", "2, sequence"): 1} 
 }
 """Values that make a run dear."""
 
+APART = tuple(
+    (("checkpointing", checkpointing), ("units", "every Linear"), ("compile", "on"))
+    for checkpointing in ("full", "selective")
+)
+"""Threes that run, and of which torch compiles nothing: it does not trace hooks of units inside a checkpoint."""
+
 SPLIT_WORLD = {"HYBRID_SHARD": 4, "HYBRID_SHARD_ZERO2": 4, "groups of 2": 4}
 """Strategy -> data ranks that it is run on; the others: 2."""
 

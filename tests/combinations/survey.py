@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from combinations.array import CoveringArray, Group
-from combinations.features import COST, FEATURES, GPU_KERNELS, TRIPLE, Pair, Row, all_pairs
+from combinations.features import APART, COST, FEATURES, GPU_KERNELS, TRIPLE, Pair, Row, all_pairs
 from combinations.product import Product, Tiny, Verdict
 
 
@@ -30,7 +30,7 @@ def survey(tiny: Tiny) -> Survey:
     asked = Product(tiny)
     verdicts = {pair: asked.verdict(pair) for pair in all_pairs()}
     runs = [pair for pair, verdict in verdicts.items() if verdict.runs_on == "cpu"]
-    array = CoveringArray(on_cpu(), runs, [*runs, *triples(set(runs))], COST)
+    array = CoveringArray(on_cpu(), runs, [*runs, *triples(set(runs))], COST, APART)
     return Survey(verdicts=verdicts, rows=array.rows)
 
 
