@@ -39,4 +39,4 @@ def test_on_a_slow_link_less_communication_is_exposed_than_by_hand():
     exposed = case["exposed_s"]
     assert {"all_gather", "reduce_scatter", "all"} <= set(exposed["shardwise"])
     assert exposed["shardwise"]["all"] < exposed["hand-written"]["all"]
-    assert 0 < case["step_s"]["shardwise"]
+    assert case["step_s"]["shardwise"] > 0
