@@ -222,6 +222,7 @@ def test_retention_keeps_the_newest_saves(tiny, tmp_path):
             path = save_at(folder, model, optimizer, at, keep=2)
             assert path == folder / f"step-{at:06d}" == latest(folder)
             kept.append(sorted(int(one.name[5:]) for one in folder.iterdir()))
+            dist.barrier()  # the next save begins with a folder of another name
         return kept
 
     kept = run_ranks(body, 2, tiny("llama", layers=2), tmp_path / "deep" / "down")[0]
