@@ -106,7 +106,7 @@ APART = tuple(
     (("checkpointing", checkpointing), ("units", "every Linear"), ("compile", "on"))
     for checkpointing in ("full", "selective")
 )
-"""Threes that run, and of which torch compiles nothing: it does not trace hooks of units inside a checkpoint."""
+"""Threes that are refused where any two of them run: torch does not trace hooks of units inside a checkpoint."""
 
 SPLIT_WORLD = {"HYBRID_SHARD": 4, "HYBRID_SHARD_ZERO2": 4, "groups of 2": 4}
 """Strategy -> data ranks that it is run on; the others: 2."""
@@ -146,6 +146,8 @@ def settings_of(row: Row, folder: str) -> Settings:
         "weight_decay": 0.01,
         "max_grad_norm": 0.5,
     }
+    if row.get("attention") == GPU_KERNELS["attention"] and "precision" not in row:
+        settings["mixed_precision"] = "bf16"  # its kernels take no fp32
     for feature, value in row.items():
         _merge(settings, FEATURES[feature][value])
     return settings

@@ -47,9 +47,9 @@ process within:
 Losses and norms are those of each step; gradients, of each weight, those of the last step; movement is what all weights
 moved. AdamW's learning rate is 1e-3, so that bf16 can store what it does.
 
-Compiled runs assert that torch compiled something. It compiles nothing of a block that is checkpointed `full` or
-`selective` and whose linear layers are units: these three together are in no run. The 8-bit optimizer's update runs
-uncompiled. On CPUs offload runs the code that it runs on GPUs, but its copies go nowhere.
+Compiled runs assert that torch compiled something. It compiles nothing of a recomputed block whose linear layers are
+units: these three together are refused, and in no run. The 8-bit optimizer's update runs uncompiled. On CPUs offload
+runs the code that it runs on GPUs, but its copies go nowhere.
 
 ```bash
 .venv/bin/python -m pytest tests/combinations -m 'slow or not slow'

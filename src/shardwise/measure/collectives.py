@@ -72,9 +72,17 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         print(counter.collectives)
 
     It stands below DTensor, whose redistributions show as what they send, and follows autograd into its threads. It
-    does not see threads that the caller started. Every operator passes through it, so such a step is slower; what
-    torch.compile would compile runs uncompiled in it, and torchao's 8-bit optimizer, which insists on compiling, fails.
+    does not see threads that the caller started. Every operator passes through it, so such a step is slower; torchao's
+    8-bit optimizer, which insists on compiling as one graph, fails in it.
     """
+
+    supports_higher_order_operators = True
+    """Recomputed blocks are one operator of torch.compile's."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside: a block that is first seen uncompiled would stay so for good."""
+        return True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -54,7 +54,10 @@ def tensor_exchanges(plan: Plan, work: TensorWork) -> Counter[Key]:
     counts: Counter[Key] = Counter()
     if plan.mesh.sequence_parallel:
         times = 1 if plan.accumulation_mode == "defer_all" else plan.accumulation_steps
-        counts["all_reduce", "tensor", work.hidden * item] += times * (NORMS * work.blocks + 1)
+        # Deferred gradients are kept in the dtype of the reduction, and summed over the axis in it.
+        deferred = plan.accumulation_mode == "defer_all" and plan.accumulation_steps > 1
+        kept = DTYPE_BYTES[plan.dtypes.reduce] if deferred else item
+        counts["all_reduce", "tensor", work.hidden * kept] += times * (NORMS * work.blocks + 1)
     sums = 2 * PARTS * work.blocks + (PARTS - 1) * work.checkpointed_blocks
     for tokens, padded in zip(work.tokens, work.padded_tokens, strict=True):
         inside = padded * work.hidden * item
