@@ -32,6 +32,7 @@ PLANS: list[tuple[int, int, int, dict[str, object]]] = [
     (4, 1, WHOLE, {**PLAIN, **FULL, **mixed("fp16"), "units": {"embedding": "own", "head": "own"}}),
     (4, 2, SPLIT, {**SEQUENCE, **FULL, **CHECKPOINTED, "accumulation": "defer_all"}),
     (4, 1, WHOLE, {**SEQUENCE, **FULL, **mixed("bf16")}),
+    (4, 2, WHOLE, {**SEQUENCE, **FULL, **mixed("bf16"), "accumulation": "defer_all"}),
 ]
 """Ranks, micro-batches, vocabulary, job."""
 
