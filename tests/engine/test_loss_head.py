@@ -324,7 +324,7 @@ def test_what_cannot_run_here_is_refused_before_any_rank_starts(plan, monkeypatc
     found = {"liger_kernel": None}
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
     problem = _problem(check_loss_head, planned(loss_head="fused"), "cuda")
-    assert problem.fix == "pip install liger-kernel"
+    assert problem.fix == "pip install 'shardwise[liger]'"
     found["liger_kernel"] = importlib.machinery.ModuleSpec("liger_kernel", None)
     check_loss_head(planned(loss_head="fused"), "cuda")
 

@@ -82,7 +82,7 @@ def check_loss_head(plan: Plan, device_type: str) -> None:
         raise _refused("fused", "its kernel needs the whole head, and mesh.tensor splits it", "chunked")
     if importlib.util.find_spec("liger_kernel") is None:
         reason = "needs the package liger-kernel, which is not installed"
-        raise BadInput(Problem(field="loss_head", value="fused", reason=reason, fix="pip install liger-kernel"))
+        raise BadInput(Problem(field="loss_head", value="fused", reason=reason, fix="pip install 'shardwise[liger]'"))
 
 
 def install_loss_head(model: nn.Module, plan: Plan) -> None:
