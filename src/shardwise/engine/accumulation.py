@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from shardwise.engine.shards import local
 from shardwise.spec.plan import Plan
 
 
@@ -59,10 +59,6 @@ class Accumulation:
         """Make `.grad` the sum of what waited and what came, in this order."""
         for parameter, waited in self._sums.items():
             if parameter.grad is not None:
-                _local(waited).add_(_local(parameter.grad))
+                local(waited).add_(local(parameter.grad))
             parameter.grad = waited
         self._sums = {}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

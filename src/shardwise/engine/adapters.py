@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.engine.blocks import find_blocks
 from shardwise.engine.compat import local_slices
 from shardwise.engine.names import unwrapped_name
+from shardwise.engine.shards import local
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
@@ -225,13 +226,12 @@ def init_adapters(model: nn.Module, seed: int) -> int:
     count = 0
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
-            torch.nn.init.zeros_(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
+            torch.nn.init.zeros_(local(parameter))
         elif ".lora_A." in name:
             bound = math.sqrt(3.0) * math.sqrt(2.0 / (1 + 5)) / math.sqrt(parameter.shape[1])
             whole = torch.empty(parameter.shape, dtype=torch.float32)
             whole.uniform_(-bound, bound, generator=_generator(seed, unwrapped_name(name)))
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            local.copy_(whole[local_slices(parameter)])
+            local(parameter).copy_(whole[local_slices(parameter)])
         else:
             continue
         count += 1

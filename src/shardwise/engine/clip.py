@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.nn.utils import clip_grads_with_norm_
 
+from shardwise.engine.shards import local
+
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
     """Scale gradients so that their global L2 norm is at most `max_norm`; returns the norm before clipping.
@@ -41,8 +43,7 @@ def _split_over(gradient: torch.Tensor) -> tuple[object, tuple[int, ...]]:
 def _norm(gradients: list[torch.Tensor], axes: tuple[int, ...]) -> torch.Tensor:
     """Return the norm of whole gradients that lie the same way on one mesh."""
     first = gradients[0]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in local]
+    norms = [torch.linalg.vector_norm(local(gradient), dtype=torch.float32) for gradient in gradients]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if not isinstance(first, DTensor):
         return norm

@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.engine.resting_state import COUNTER, local
+from shardwise.engine.resting_state import COUNTER
+from shardwise.engine.shards import local
 
 BLOCK = 256
 """Elements that share a scale."""

@@ -20,6 +20,14 @@ SPANS = {GATHER_TAG: "shardwise::all_gather", REDUCE_TAG: "shardwise::reduce_sca
 """Name under which a profile shows where messages were posted."""
 
 
+class FreshBuffers:
+    """Memory of a custom collective: a new buffer for each call."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+
 class Exchange(dist.Work):
     """Parts on their way; FSDP2 waits only for what is a `Work` of torch.distributed."""
 

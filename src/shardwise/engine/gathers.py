@@ -10,17 +10,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.compat import AllGatherComm, all_gather, gather_in_background
-from shardwise.engine.exchange import GATHER_TAG, exchange
+from shardwise.engine.exchange import GATHER_TAG, FreshBuffers, exchange
 from shardwise.spec.layout import Prefetch
 
 
-class ExchangedGather(AllGatherComm):
+class ExchangedGather(FreshBuffers, AllGatherComm):
     """The all-gather of a unit on CPUs: between two ranks an exchange; among more, gloo's ring, which crosses less
     between hosts that hold several ranks each."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -95,5 +91,6 @@ def set_prefetch(
         unit.set_modules_to_backward_prefetch(behind or [unit])
     if device_type == "cpu":
         gather_in_background(root, prefetch.async_all_gather)
+        gather = ExchangedGather()
         for unit in (*live, root):
-            unit.set_custom_all_gather(ExchangedGather())
+            unit.set_custom_all_gather(gather)

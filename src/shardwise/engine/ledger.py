@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine.apply import units
@@ -16,6 +15,7 @@ from shardwise.engine.compat import unit_facts
 from shardwise.engine.dtypes import DTYPE_NAME
 from shardwise.engine.precision import is_rotary
 from shardwise.engine.resting_state import resting_places
+from shardwise.engine.shards import local
 from shardwise.spec.ledger import DtypeLedger, LedgerRow
 from shardwise.spec.plan import Plan
 
@@ -63,9 +63,9 @@ def dtype_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan,
         seen: From that step's forwards.
     """
     dtypes = plan.dtypes
-    frozen = [_local(p) for p in model.parameters() if not p.requires_grad]
-    trained = [_local(p) for p in model.parameters() if p.requires_grad]
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    frozen = [local(p) for p in model.parameters() if not p.requires_grad]
+    trained = [local(p) for p in model.parameters() if p.requires_grad]
+    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     rotary, other = _buffers(model)
     facts = [found for unit in units(model) if (found := unit_facts(unit)) is not None]
     rows = [
@@ -122,7 +122,3 @@ def _passing(role: str, planned: str, dtypes: Iterable[torch.dtype]) -> LedgerRo
 
 def _name(dtype: torch.dtype) -> str:
     return DTYPE_NAME.get(dtype) or str(dtype).removeprefix("torch.")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,7 +22,7 @@ from shardwise.engine.compat import (
     set_reduce_buffers,
     set_separate_group,
 )
-from shardwise.engine.exchange import REDUCE_TAG, Exchange, exchange
+from shardwise.engine.exchange import REDUCE_TAG, Exchange, FreshBuffers, exchange
 from shardwise.spec.layout import ReduceScatter
 
 
@@ -71,17 +71,13 @@ class Reductions:
             self._queue.popleft().finish()
 
 
-class ExchangedReduce(ReduceScatterComm):
+class ExchangedReduce(FreshBuffers, ReduceScatterComm):
     """The reduce-scatter of one unit."""
 
     def __init__(self, queue: Reductions | None, unit: FSDPModule) -> None:
         self.queue = queue
         """Where reductions are left; None: each is finished at once."""
         self._unit = weakref.ref(unit)
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.shards import local
+
 COUNTER = "step"
 """Key of the update counter, which every optimizer keeps as one fp32 number."""
 
@@ -136,12 +138,6 @@ class RestingOptimizer(torch.optim.Optimizer):
                 resting = self.empty_state(parameter, self._dtype)
                 local(resting).copy_(local(value))
                 self.state[parameter][key] = resting
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, sharing its memory, without a gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _at_work(key: str, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.engine.compat import WeightRead, convert, local_slices, weight_reads
 from shardwise.engine.names import base_name
+from shardwise.engine.shards import local
 from shardwise.engine.source import Source
 from shardwise.spec.problems import BadInput, Problem
 
@@ -157,6 +158,6 @@ def _copy(target: torch.Tensor, name: str, given: Any) -> None:
     shape = list(given.get_shape() if hasattr(given, "get_shape") else given.shape)
     if shape != list(target.shape):
         raise BadInput(_other_shape(name, shape, list(target.shape)))
-    local = target.to_local() if hasattr(target, "to_local") else target
-    if local.numel() > 0:
-        local.copy_(given[local_slices(target)] if shape else (given[:] if hasattr(given, "get_shape") else given))
+    part = local(target)
+    if part.numel() > 0:
+        part.copy_(given[local_slices(target)] if shape else (given[:] if hasattr(given, "get_shape") else given))

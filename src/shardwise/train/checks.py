@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.names import unwrapped_name
+from shardwise.engine.shards import local
 from shardwise.spec.plan import Mesh
 
 
@@ -92,8 +93,7 @@ def check_adapters(model: nn.Module, device: torch.device) -> None:
 def _any_nonzero(gradient: torch.Tensor | None) -> bool:
     if gradient is None:
         return False
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.count_nonzero())
+    return bool(local(gradient).count_nonzero())
 
 
 def check_replicas(model: nn.Module, mesh: Mesh) -> None:
@@ -122,9 +122,8 @@ def _digest(model: nn.Module, *, split: bool) -> str:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or _is_split(parameter) is not split:
             continue
-        local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         digest.update(name.encode())
-        digest.update(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(local(parameter).contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

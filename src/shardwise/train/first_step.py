@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.ledger import computing_dtypes, dtype_ledger
 from shardwise.engine.readback import PlanNotHonoured
 from shardwise.measure.collectives import CollectiveCounter
-from shardwise.predict.collectives import NORM_BYTES, collectives_of_step
+from shardwise.predict.collectives import collectives_of_step
 from shardwise.predict.tensor_axis import TensorWork
 from shardwise.spec.collectives import Collectives
 from shardwise.spec.ledger import DtypeLedger
@@ -96,7 +96,7 @@ def watch(
         differences = counted.differences(planned)
     else:
         planned = collectives_of_step(plan, units, device_type=mesh.device_type, leave_tensor_out=True)
-        differences = without_tensor_axis(counted, NORM_BYTES).differences(without_tensor_axis(planned, NORM_BYTES))
+        differences = without_tensor_axis(counted).differences(without_tensor_axis(planned))
     dtypes = dtype_ledger(model, optimizer, plan, seen)
     if differences or dtypes.differences():
         raise PlanNotHonoured([*map(str, differences), *dtypes.differences()])

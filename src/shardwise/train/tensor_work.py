@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.data.loader import Batch
 from shardwise.engine.checkpointing import is_checkpointed
+from shardwise.predict.collectives import NORM_BYTES
 from shardwise.predict.tensor_axis import TensorWork
 from shardwise.spec.collectives import Collectives
 from shardwise.spec.job import Job
@@ -37,11 +38,11 @@ def tensor_work(job: Job, plan: Plan, config: Any, batches: Sequence[Batch]) -> 
     )
 
 
-def without_tensor_axis(collectives: Collectives, norm_bytes: int) -> Collectives:
+def without_tensor_axis(collectives: Collectives) -> Collectives:
     """Leave out what the tensor axis exchanges, and the norms, whose number depends on what it has split."""
     counts = {
         (row.kind, row.axis, row.payload_bytes): row.count
         for row in collectives.rows
-        if row.axis != "tensor" and (row.kind, row.axis, row.payload_bytes) != ("all_reduce", "shard", norm_bytes)
+        if row.axis != "tensor" and (row.kind, row.axis, row.payload_bytes) != ("all_reduce", "shard", NORM_BYTES)
     }
     return Collectives.of(counts)
