@@ -86,7 +86,7 @@ def test_weights_decay_and_nothing_else(family, options, decayed, kept):
 
 def test_both_matrices_of_an_adapter_decay(tiny):
     job = make_job(tiny("llama", layers=1), use_lora=True, lora_rank=1)
-    model = add_adapters(_on_meta("llama"), job)
+    model = add_adapters(_on_meta("llama"), job.lora)
     optimizer = build_optimizer(model, make_plan(job, 1), learning_rate=1.0, weight_decay=0.1)
     (group,) = optimizer.param_groups
     assert group["weight_decay"] == 0.1

@@ -15,7 +15,7 @@ from shardwise.engine.blocks import find_blocks
 from shardwise.engine.compat import local_slices
 from shardwise.engine.names import unwrapped_name
 from shardwise.engine.shards import local
-from shardwise.spec.job import Job
+from shardwise.spec.method import Lora
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
 
@@ -65,22 +65,22 @@ def _lies_in(name: str, outer: list[str]) -> bool:
     return any(name == one or name.startswith(one + ".") for one in outer)
 
 
-def _whole_modules(model: nn.Module, job: Job) -> list[str]:
+def _whole_modules(model: nn.Module, lora: Lora, tensor: int) -> list[str]:
     """Return the full names of the modules that are trained whole.
 
     Raises:
         BadInput: naming every module that cannot be, and why.
     """
-    wanted = job.lora_modules_to_save
+    wanted = list(lora.modules_to_save)
     if not wanted:
         return []
-    if job.mesh.tensor > 1:
-        reason = f"contradicts mesh.tensor: {job.mesh.tensor}, which does not split modules that are trained whole"
+    if tensor > 1:
+        reason = f"contradicts mesh.tensor: {tensor}, which does not split modules that are trained whole"
         raise BadInput(Problem(field="lora_modules_to_save", value=wanted, reason=reason, fix="remove one of the two"))
     modules = dict(model.named_modules())
     whole = {given: [name for name in modules if _goes_by(name, given)] for given in wanted}
     all_whole = list(dict.fromkeys(name for names in whole.values() for name in names))
-    unfit = _unfit(model, all_whole) | _adapted_too(model, job, all_whole)
+    unfit = _unfit(model, all_whole) | _adapted_too(model, lora, all_whole)
     problems = []
     for given, names in whole.items():
         reason, allowed, fix = next((unfit[name] for name in names if name in unfit), ""), "", "remove it"
@@ -134,12 +134,12 @@ def _unfit(model: nn.Module, whole: list[str]) -> dict[str, str]:
     return unfit
 
 
-def _adapted_too(model: nn.Module, job: Job, whole: list[str]) -> dict[str, str]:
+def _adapted_too(model: nn.Module, lora: Lora, whole: list[str]) -> dict[str, str]:
     """Return module -> why it cannot be trained whole, of those in which `lora_targets` names a layer."""
-    if job.lora_targets == "all_linear":
+    if lora.targets == "all_linear":
         return {}
     linear = [name for name, module in model.named_modules() if _is_linear(module) and _lies_in(name, whole)]
-    adapted = {name: target for target in job.lora_targets for name in linear if _goes_by(name, target)}
+    adapted = {name: target for target in lora.targets for name in linear if _goes_by(name, target)}
     return {
         outer: f"contradicts lora_targets: {target}, which gives {name} an adapter"
         for outer in whole
@@ -148,51 +148,51 @@ def _adapted_too(model: nn.Module, job: Job, whole: list[str]) -> dict[str, str]
     }
 
 
-def _names_for_peft(model: nn.Module, job: Job, whole: list[str]) -> list[str] | None:
+def _names_for_peft(model: nn.Module, lora: Lora, whole: list[str]) -> list[str] | None:
     """Return names by which PEFT finds exactly the modules `whole`; None when there are none.
 
     PEFT takes every module whose name ends in the letters given (`norm`: `input_layernorm` too): then full names.
     """
     names = [name for name, _ in model.named_modules()]
-    by_letters = {name for name in names if any(name.endswith(given) for given in job.lora_modules_to_save)}
-    return (list(job.lora_modules_to_save) if by_letters == set(whole) else whole) or None
+    by_letters = {name for name in names if any(name.endswith(given) for given in lora.modules_to_save)}
+    return (list(lora.modules_to_save) if by_letters == set(whole) else whole) or None
 
 
-def _all_linear(model: nn.Module, job: Job, whole: list[str]) -> list[str]:
+def _all_linear(model: nn.Module, lora: Lora, whole: list[str]) -> list[str]:
     """Return the suffixes of linear layers outside the head and outside what is trained whole."""
     outside = {name.rpartition(".")[2] for name, module in model.named_modules() if not _lies_in(name, whole)}
     targets = [suffix for suffix in linear_suffixes(model) if suffix in outside]
     if whole and not targets:
-        given, reason = job.lora_modules_to_save, "leaves no linear layer for an adapter"
+        given, reason = list(lora.modules_to_save), "leaves no linear layer for an adapter"
         raise BadInput(
             Problem(field="lora_modules_to_save", value=given, reason=reason, fix="train all weights: use_lora: false")
         )
     return targets
 
 
-def add_adapters(model: nn.Module, job: Job) -> nn.Module:
+def add_adapters(model: nn.Module, lora: Lora, *, tensor: int = 1) -> nn.Module:
     """Freeze `model`, add LoRA adapters in fp32 and trained copies of whole modules; returns the PEFT model.
 
     Works on the meta device. Called before checkpointing and sharding: adapters added later would stay whole on every
-    rank and never be reduced.
+    rank and never be reduced. `tensor` is the number of ranks of the mesh's tensor axis.
 
     Raises:
         BadInput: when a target matches no linear layer, a module cannot be trained whole, or PEFT does not support an
             adapter on this model.
     """
-    whole = _whole_modules(model, job)
-    if job.lora_targets == "all_linear":
-        targets = _all_linear(model, job, whole)
+    whole = _whole_modules(model, lora, tensor)
+    if lora.targets == "all_linear":
+        targets = _all_linear(model, lora, whole)
     else:
-        _check_targets(model, job.lora_targets)
-        targets = list(job.lora_targets)
+        _check_targets(model, list(lora.targets))
+        targets = list(lora.targets)
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=job.lora_rank,
-        lora_alpha=lora_alpha(job),
-        lora_dropout=job.lora_dropout,
+        r=lora.rank,
+        lora_alpha=_whole_number(lora.alpha),
+        lora_dropout=lora.dropout,
         target_modules=targets,
-        modules_to_save=_names_for_peft(model, job, whole),
+        modules_to_save=_names_for_peft(model, lora, whole),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     try:
@@ -205,10 +205,9 @@ def add_adapters(model: nn.Module, job: Job) -> nn.Module:
     return adapted
 
 
-def lora_alpha(job: Job) -> int | float:
-    """Numerator of the adapters' scale; whole numbers stay whole in the saved adapter."""
-    alpha = 2 * job.lora_rank if job.lora_alpha is None else job.lora_alpha
-    return int(alpha) if float(alpha).is_integer() else alpha
+def _whole_number(alpha: float) -> int | float:
+    """Whole numbers stay whole in the saved adapter."""
+    return int(alpha) if alpha.is_integer() else alpha
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -19,6 +19,7 @@ from shardwise.engine.readback import check_live_model
 from shardwise.engine.source import Source, build_on_meta
 from shardwise.engine.weights import ReadPlan, load_weights, plan_reads
 from shardwise.spec.job import Job
+from shardwise.spec.method import Lora
 from shardwise.spec.plan import Plan
 from shardwise.spec.strict import Dtype
 
@@ -46,11 +47,45 @@ def build_skeleton(job: Job, config: Any, stored: Dtype, source: Source | None) 
     Raises:
         BadInput: unknown architecture, targets that match nothing, an incomplete checkpoint.
     """
-    dtype = TORCH_DTYPE[frozen_storage(job, stored) or job.mixed_precision.storage_dtype]
-    plain = build_on_meta(config, attention=job.model.attention, dtype=dtype)
+    return skeleton_of(
+        config,
+        attention=job.model.attention,
+        frozen=frozen_storage(job, stored),
+        trained=job.mixed_precision.storage_dtype,
+        lora=job.lora,
+        tensor=job.mesh.tensor,
+        source=source,
+    )
+
+
+def skeleton_of(
+    config: Any,
+    *,
+    attention: str | None,
+    frozen: Dtype | None,
+    trained: Dtype,
+    lora: Lora | None,
+    tensor: int = 1,
+    source: Source | None = None,
+) -> Skeleton:
+    """Build a model without memory behind it.
+
+    Args:
+        config: transformers' configuration.
+        attention: Its attention implementation; None: transformers' choice.
+        frozen: Storage dtype of frozen weights; None when nothing is frozen.
+        trained: Storage dtype of what trains.
+        lora: Adapters; None: every weight trains.
+        tensor: Ranks of the mesh's tensor axis.
+        source: Where its weights are; None: a configuration alone.
+
+    Raises:
+        BadInput: unknown architecture, targets that match nothing, an incomplete checkpoint.
+    """
+    plain = build_on_meta(config, attention=attention, dtype=TORCH_DTYPE[frozen or trained])
     reads = None if source is None else plan_reads(plain, source)
-    model = add_adapters(plain, job) if job.use_lora else plain
-    store_trained(model, job.mixed_precision.storage_dtype)
+    model = plain if lora is None else add_adapters(plain, lora, tensor=tensor)
+    store_trained(model, trained)
     return Skeleton(model=model, plain_model=plain, reads=reads)
 
 

@@ -22,6 +22,7 @@ from shardwise.spec.layout import (
     StrategyName,
     Units,
 )
+from shardwise.spec.method import Lora
 from shardwise.spec.strict import Dtype, PositiveInt, Strict
 
 
@@ -192,3 +193,16 @@ class Job(Strict):
     """`{every, evaluate_every, tensorboard}`."""
     sample: str | None = None
     """A question that the base model and the trained model answer at the end of the run, for a person to read."""
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters; None when every weight trains."""
+        if not self.use_lora:
+            return None
+        return Lora(
+            rank=self.lora_rank,
+            alpha=float(2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha),
+            dropout=self.lora_dropout,
+            targets=self.lora_targets if self.lora_targets == "all_linear" else tuple(self.lora_targets),
+            modules_to_save=tuple(self.lora_modules_to_save),
+        )

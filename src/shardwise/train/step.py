@@ -13,7 +13,7 @@ from shardwise.data.loader import Batch
 from shardwise.engine import scaler as scaling
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.clip import clip_gradients
-from shardwise.engine.loss_head import token_loss
+from shardwise.engine.micro_batch import run_micro_batch
 from shardwise.spec.plan import Mesh, Plan
 from shardwise.state import random_state
 from shardwise.train.checks import NotFinite, TrainingFailed, find_not_finite, finite
@@ -90,12 +90,9 @@ def training_step(
             optimizer.zero_grad(set_to_none=True)
             random_state.restore(generators)
             return None
-        batch = batch.to(device)
-        accumulation.before(number)
-        loss = token_loss(model, batch) / trained
-        torch.autograd.backward(scaler.scale(loss))
-        accumulation.after(number)
-        losses.append(loss.detach())
+        losses.append(
+            run_micro_batch(model, batch.to(device), number, accumulation=accumulation, scaler=scaler, trained=trained)
+        )
     scaling.unscale(scaler, optimizer)
     norm = float(clip_gradients(model.parameters(), max_grad_norm))
     (loss_value,) = data_sum([sum(loss.item() for loss in losses)], plan.mesh, device)
