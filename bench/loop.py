@@ -170,6 +170,7 @@ def draw(folder: str, data: str, *, micro_batch: int, rounds: int, steps: int) -
     world = dist.get_world_size()
     job = read_job_dict({"model": folder, "data": data})
     tokenizer = open_source(job.model).tokenizer()
+    assert job.data is not None
     rows = prepare(job.data, tokenizer, seq_len=1024, seed=0).train
     batches = TrainBatches(
         rows,

@@ -133,7 +133,7 @@ def test_nothing_is_packed_without_gradients_or_after_an_error():
 @pytest.mark.parametrize("setting", ["none", "full"])
 def test_a_graph_can_be_walked_twice(monkeypatch, setting, late):
     if late:
-        monkeypatch.setattr(activation_offload, "_side_stream", _LateStream)
+        monkeypatch.setattr(activation_offload, "side_stream", _LateStream)
     model, batch = _offloaded(setting), make_batch()
     loss = token_loss(model, batch)
     loss.backward(retain_graph=True)
@@ -193,7 +193,7 @@ class _LateStream:
 @pytest.mark.parametrize("options", [{}, {"lora": {"lora_dropout": 0.3}}])
 def test_nothing_is_used_before_it_has_arrived(monkeypatch, options, setting):
     """The order of copies, waits and releases that a GPU gets; the copies themselves are made on a CPU."""
-    monkeypatch.setattr(activation_offload, "_side_stream", _LateStream)
+    monkeypatch.setattr(activation_offload, "side_stream", _LateStream)
     batch = make_batch()
     model, plain = _offloaded(setting, **options), _model(setting, **options)
     offload = activation_offload_of(find_blocks(model).modules[0])
@@ -205,7 +205,7 @@ def test_nothing_is_used_before_it_has_arrived(monkeypatch, options, setting):
 
 
 def test_the_device_holds_two_blocks_at_most(monkeypatch):
-    monkeypatch.setattr(activation_offload, "_side_stream", _LateStream)
+    monkeypatch.setattr(activation_offload, "side_stream", _LateStream)
     model, batch = _offloaded("none", num_hidden_layers=5), make_batch()
     trips, forward, backward = [], [], []
     begin, ask = activation_offload.ActivationOffload.begin, activation_offload._Trip.ask
@@ -242,7 +242,7 @@ def test_a_graph_that_is_given_up_goes():
 
 
 def test_a_fetch_that_nobody_asked_for_is_waited_for(monkeypatch):
-    monkeypatch.setattr(activation_offload, "_side_stream", _LateStream)
+    monkeypatch.setattr(activation_offload, "side_stream", _LateStream)
     model, batch = _offloaded("none"), make_batch()
     offload = activation_offload_of(find_blocks(model).modules[0])
     hidden = []

@@ -34,7 +34,7 @@ from shardwise.spec.layout import (
     Units,
 )
 from shardwise.spec.problems import BadInput
-from shardwise.spec.reader import job_to_yaml, read_job, read_job_dict
+from shardwise.spec.reader import job_to_dict, job_to_yaml, read_job, read_job_dict
 from shardwise.spec.wording import FIELDS, SECTIONS
 
 NEEDED = "model: m\ndata: d.jsonl\n"
@@ -272,3 +272,19 @@ def test_reading_needs_no_heavy_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_planning_needs_no_data_and_training_does():
+    job = read_job(None, ["model=m"], needs_data=False)
+    assert job.data is None
+    assert read_job(None, text=job_to_yaml(job), needs_data=False) == job
+    with pytest.raises(BadInput, match="data: is missing"):
+        read_job(None, ["model=m"])
+    with pytest.raises(BadInput, match="data"):
+        read_job(None, ["model=m", "data=3"], needs_data=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_jobs())
+def test_the_mapping_of_a_job_is_read_back_equal(job):
+    assert read_job_dict(job_to_dict(job)) == job

@@ -96,6 +96,10 @@ BF16 = PrecisionChoice(param_dtype="bf16")
         ("optim: adamw_torch", "optimizer", "adamw"),
         ("sample: no", "sample", "no"),
         ("cluster: 4xcpu", "cluster", "4xcpu"),
+        ("cluster: 8xA10", "cluster", "8xA10"),
+        ("cluster: 2x8xH100-SXM-80GB ib-8x400", "cluster", "2x8xH100-SXM-80GB ib-8x400"),
+        ("cluster: 4 x NVIDIA A100 80GB PCIe", "cluster", "4 x NVIDIA A100 80GB PCIe"),
+        ("cluster: '4090'", "cluster", "4090"),
         ("quantization: none\npacking: false\nplan: null\non_oom: none", "steps", None),
     ],
 )  # fmt: skip

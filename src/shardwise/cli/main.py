@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from shardwise.cli import config_command, train_command
+from shardwise.cli import config_command, plan_command, train_command, validate_command
 from shardwise.spec.problems import BadInput
 
 app = typer.Typer(
@@ -18,7 +18,9 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("config")(config_command.config)
+app.command("plan")(plan_command.plan)
 app.command("train")(train_command.train)
+app.command("validate")(validate_command.validate)
 
 
 def run() -> None:

@@ -88,11 +88,12 @@ class ActivationOffload:
     def to_host(self, there: torch.Tensor) -> torch.Tensor:
         """Send bytes to the host; on a CPU they are there."""
         if self.side is None:
-            self.side = _side_stream(there.device)
+            self.side = side_stream(there.device)
         return there if self.side is None else self.side.to_host(there)
 
 
-def _side_stream(device: torch.device) -> SideStream | None:
+def side_stream(device: torch.device) -> SideStream | None:
+    """Return where copies run beside the computation; None on a CPU, where there is nowhere to go."""
     return SideStream(device) if device.type == "cuda" else None
 
 

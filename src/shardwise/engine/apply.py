@@ -24,7 +24,7 @@ from shardwise.engine.units import PlannedUnit, plan_units
 from shardwise.spec.plan import Plan
 
 
-def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
+def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, device_type: str | None = None) -> FSDPModule:
     """Lay `model` out as `plan` says, in place, and return it.
 
     The model carries its adapters already (parameters added later would never be reduced), may be on the meta device,
@@ -33,6 +33,12 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
     Order: the loss head, tensor parallelism, checkpointing and activation offload on blocks, compilation, one
     `fully_shard` per unit from the innermost, then the root with all that is left; at last what the units do
     in time: prefetch and reductions.
+
+    Args:
+        model: On any device.
+        plan: What is decided.
+        mesh: All ranks.
+        device_type: What the plan is for; default: the mesh's. A trace lays a plan for GPUs out on a mesh of CPUs.
 
     Raises:
         BadInput: units that cannot be made.
@@ -57,8 +63,9 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> FSDPModule:
         sum_gradients(unit)
     inner = [cast(FSDPModule, wrappers.get(id(unit.modules[0]), unit.modules[0])) for unit in planned[:-1]]
     root = cast(FSDPModule, model)
-    set_prefetch(root, inner, planned[:-1], plan.prefetch, mesh.device_type)
-    set_reductions(root, live, plan.reduce_scatter, device_type=mesh.device_type, shard=plan.mesh.shard)
+    device_type = device_type or mesh.device_type
+    set_prefetch(root, inner, planned[:-1], plan.prefetch, device_type)
+    set_reductions(root, live, plan.reduce_scatter, device_type=device_type, shard=plan.mesh.shard)
     return root
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -53,3 +55,20 @@ def find_blocks(model: nn.Module) -> Blocks:
             )
         )
     return best
+
+
+def keep_blocks(model: Any, numbers: Sequence[int]) -> None:
+    """Take all blocks but these out of a transformers model, in place; for what needs no more than one of a kind.
+
+    The configuration follows: its number of layers, and its lists with an entry per layer.
+    """
+    blocks, config = find_blocks(model).modules, model.config
+    depth = len(blocks)
+    kept = [blocks[number] for number in numbers]
+    while len(blocks):
+        del blocks[-1]
+    blocks.extend(kept)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, name, [value[number] for number in numbers])
+    config.num_hidden_layers = len(kept)

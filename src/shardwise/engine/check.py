@@ -14,6 +14,7 @@ from shardwise.engine.optimizer import check_optimizer
 from shardwise.engine.tp_check import check_tensor_parallel
 from shardwise.engine.units import plan_units
 from shardwise.spec.plan import Plan
+from shardwise.spec.plan_rules import broken_rules
 from shardwise.spec.problems import BadInput, Problem
 
 
@@ -28,34 +29,27 @@ def check_plan(model: nn.Module, plan: Plan, device_type: str) -> tuple[str, ...
     Raises:
         BadInput: what cannot be, and what can instead.
     """
+    _check_rules(plan, device_type)
     check_release(plan)
     check_optimizer(plan)
     check_loss_head(plan, device_type)
-    _check_compile(plan, device_type)
-    _check_attention(plan)
+    _check_compiler(plan, device_type)
     _check_inner_units(model, plan)
     return check_tensor_parallel(model, plan.mesh)
 
 
-def _check_compile(plan: Plan, device_type: str) -> None:
-    if not plan.compile:
-        return
-    reason = fix = ""
-    if plan.mesh.tensor > 1:
-        reason = "torch.compile cannot trace the layers that tensor parallelism splits"
-        fix = "set compile: false, or remove mesh.tensor"
-    elif device_type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+def _check_rules(plan: Plan, device_type: str) -> None:
+    problems = tuple(broken_rules(plan, device_type))
+    if problems:
+        raise BadInput(problems)
+
+
+def _check_compiler(plan: Plan, device_type: str) -> None:
+    here = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
+    if plan.compile and device_type == "cpu" and not here:
         reason = "torch.compile makes C++ code for CPUs, and there is no compiler here"
         fix = "install g++, or set compile: false"
-    if reason:
         raise BadInput(Problem(field="compile", value=True, reason=reason, fix=fix))
-
-
-def _check_attention(plan: Plan) -> None:
-    if plan.attention == "flash_attention_2" and plan.dtypes.param == "fp32":
-        reason = "its kernels take bf16 and fp16 only, and weights are computed with in fp32"
-        fix = "set mixed_precision: bf16, or attention: sdpa"
-        raise BadInput(Problem(field="model.attention", value=plan.attention, reason=reason, fix=fix))
 
 
 def _check_inner_units(model: nn.Module, plan: Plan) -> None:

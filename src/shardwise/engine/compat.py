@@ -6,7 +6,8 @@ tested by hiding the attribute that another release lacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -224,11 +225,22 @@ def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optim
 
 
 def init_module_buffers(model: nn.Module, module: nn.Module) -> None:
-    """Let transformers fill the non-persistent buffers of one module, as its own loader does."""
+    """Let transformers fill the non-persistent buffers of one module, as its own loader does.
+
+    Its parameters carry transformers' mark of those that are loaded meanwhile (`_is_hf_initialized`): else an embedding
+    would be filled too, and gathered on every rank for its row of padding.
+    """
     initialise = getattr(model, "_init_weights", None)
     if initialise is None:
         raise UnsupportedRelease(f"{type(model).__name__} has no _init_weights: is it a transformers model?")
-    initialise(module)
+    parameters = [cast(Any, parameter) for parameter in module.parameters(recurse=False)]
+    for parameter in parameters:
+        parameter._is_hf_initialized = True
+    try:
+        initialise(module)
+    finally:
+        for parameter in parameters:
+            del parameter._is_hf_initialized
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -339,3 +351,20 @@ def all_gather(
     """Gather parts into one tensor by this release's name for it (`all_gather_single` from torch 2.13 on)."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return cast("dist.Work | None", gather(output, part, group=group, async_op=async_op))
+
+
+@contextmanager
+def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Replace one attribute of a module or class for a while.
+
+    Raises:
+        UnsupportedRelease: it does not have it.
+    """
+    if not hasattr(owner, name):
+        raise UnsupportedRelease(f"{getattr(owner, '__name__', owner)} has no {name}")
+    before = getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

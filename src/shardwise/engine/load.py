@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.adapters import add_adapters, init_adapters
 from shardwise.engine.apply import apply
+from shardwise.engine.blocks import keep_blocks
 from shardwise.engine.buffers import fill_buffers
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.engine.expected import expect
@@ -67,6 +69,7 @@ def skeleton_of(
     lora: Lora | None,
     tensor: int = 1,
     source: Source | None = None,
+    blocks: Sequence[int] | None = None,
 ) -> Skeleton:
     """Build a model without memory behind it.
 
@@ -78,11 +81,14 @@ def skeleton_of(
         lora: Adapters; None: every weight trains.
         tensor: Ranks of the mesh's tensor axis.
         source: Where its weights are; None: a configuration alone.
+        blocks: Numbers of the blocks that it has, for a trace; None: all.
 
     Raises:
         BadInput: unknown architecture, targets that match nothing, an incomplete checkpoint.
     """
     plain = build_on_meta(config, attention=attention, dtype=TORCH_DTYPE[frozen or trained])
+    if blocks is not None:
+        keep_blocks(plain, blocks)
     reads = None if source is None else plan_reads(plain, source)
     model = plain if lora is None else add_adapters(plain, lora, tensor=tensor)
     store_trained(model, trained)

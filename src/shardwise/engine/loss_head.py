@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.engine.causal_parts import CausalParts, Project, find_parts, replaced_forward
 from shardwise.engine.loss import IGNORED, summed_cross_entropy, token_loss_sum
 from shardwise.spec.plan import Plan
+from shardwise.spec.plan_rules import of_loss_head
 from shardwise.spec.problems import BadInput, Problem
 
 _INSTALLED = "shardwise_loss_head"
@@ -67,20 +68,10 @@ def check_loss_head(plan: Plan, device_type: str) -> None:
     Raises:
         BadInput: `fused` without a GPU or without its package; logits that should leave the model in low precision.
     """
-    if plan.loss_head == "eager":
-        return
-    if plan.dtypes.output != "fp32":
-        reason = f"loss_head {plan.loss_head} returns a loss, not logits, and a loss needs fp32"
-        raise BadInput(
-            Problem(field="mixed_precision.output_dtype", value=plan.dtypes.output, reason=reason, allowed="fp32")
-        )
-    if plan.loss_head == "chunked":
-        return
-    if device_type != "cuda":
-        raise _refused("fused", f"its kernel runs on GPUs only, and this is {device_type}", "chunked")
-    if plan.mesh.tensor > 1:
-        raise _refused("fused", "its kernel needs the whole head, and mesh.tensor splits it", "chunked")
-    if importlib.util.find_spec("liger_kernel") is None:
+    problems = tuple(of_loss_head(plan, device_type))
+    if problems:
+        raise BadInput(problems)
+    if plan.loss_head == "fused" and importlib.util.find_spec("liger_kernel") is None:
         reason = "needs the package liger-kernel, which is not installed"
         raise BadInput(Problem(field="loss_head", value="fused", reason=reason, fix="pip install 'shardwise[liger]'"))
 
@@ -161,7 +152,7 @@ def _refused(kind: str, reason: str, instead: str) -> BadInput:
 def _loss_in_place_of_logits(installed: LossHead, labels: torch.Tensor) -> Iterator[None]:
     """Let the causal LM return the loss of `labels` as its logits, from one call of its head."""
     parts, head = installed.parts, installed.parts.head
-    loss_of = _fused_loss if installed.kind == "fused" else _chunked_loss
+    loss_of = fused_loss if installed.kind == "fused" else _chunked_loss
     project = head.forward
 
     def head_forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -227,8 +218,8 @@ def _chunked_loss(installed: LossHead, project: Project, hidden: torch.Tensor, t
     return loss
 
 
-def _fused_loss(installed: LossHead, project: Project, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same by Liger's kernel, which computes the gradients of head and hidden states in forward."""
+def fused_loss(installed: LossHead, project: Project, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the same by Liger's kernel, which computes the gradients of head and hidden states in forward."""
     head = cast(nn.Linear, installed.parts.head)
     kernel = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORED, reduction="sum", softcap=installed.softcap

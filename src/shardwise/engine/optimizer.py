@@ -13,6 +13,7 @@ from shardwise.engine import eight_bit
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.engine.resting_state import RestingOptimizer
 from shardwise.spec.plan import Plan
+from shardwise.spec.plan_rules import of_optimizer
 from shardwise.spec.problems import BadInput, Problem
 
 _UNDECAYED = ("A_log",)
@@ -27,40 +28,16 @@ def check_optimizer(plan: Plan) -> None:
     """
     if plan.optimizer != "adamw_8bit":
         return
-    problems = []
+    problems = list(of_optimizer(plan))
     if not eight_bit.installed():
-        problems.append(
-            Problem(
-                field="optimizer",
-                value="adamw_8bit",
-                reason="needs torchao, which is not installed",
-                allowed="adamw, sgd",
-                fix="pip install 'shardwise[int8]', or set optimizer: adamw",
-            )
+        missing = Problem(
+            field="optimizer",
+            value="adamw_8bit",
+            reason="needs torchao, which is not installed",
+            allowed="adamw, sgd",
+            fix="pip install 'shardwise[int8]', or set optimizer: adamw",
         )
-    if plan.offload.optimizer and not plan.offload.parameters:
-        problems.append(
-            Problem(
-                field="offload.optimizer",
-                value=True,
-                reason="states of adamw_8bit stay on the device: torchao updates them in place",
-                fix="remove it, or set optimizer: adamw",
-            )
-        )
-    for field, dtype in (
-        ("mixed_precision.storage_dtype", plan.dtypes.trained_storage),
-        ("optimizer_state_dtype", plan.dtypes.optimizer_state),
-    ):
-        if dtype != "fp32":
-            problems.append(
-                Problem(
-                    field=field,
-                    value=dtype,
-                    reason="does not go with adamw_8bit: torchao's update of sharded weights works in fp32 only",
-                    allowed="fp32",
-                    fix="remove it, or set optimizer: adamw",
-                )
-            )
+        problems.insert(0, missing)
     if problems:
         raise BadInput(problems)
 

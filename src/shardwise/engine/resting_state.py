@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -46,6 +46,11 @@ class RestingOptimizer(torch.optim.Optimizer):
         self._bucket_elements = BUCKET_ELEMENTS if bucket_elements is None else bucket_elements
         super().__init__(worker.param_groups, worker.defaults)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether states rest on the host."""
+        return self._on_host
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; returns the closure's loss."""
@@ -56,31 +61,20 @@ class RestingOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for bucket in self._buckets(group["params"]):
                 self._update(group, bucket)
-        self.worker.param_groups = []
-        self.worker.state = defaultdict(dict)
+                self.worker.param_groups = []
+                self.worker.state = defaultdict(dict)
         if self._on_host and torch.accelerator.is_available():
             torch.accelerator.synchronize()  # what rests on the host may be read from now on
         return loss
 
     def _buckets(self, parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        bucket: list[torch.Tensor] = []
-        elements = 0
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            size = local(parameter).numel()
-            if bucket and elements + size > self._bucket_elements:
-                yield bucket
-                bucket, elements = [], 0
-            bucket.append(parameter)
-            elements += size
-        if bucket:
-            yield bucket
+        learnt = [parameter for parameter in parameters if parameter.grad is not None]
+        return buckets(learnt, lambda parameter: local(parameter).numel(), self._bucket_elements)
 
     def _update(self, group: Mapping[str, Any], bucket: list[torch.Tensor]) -> None:
         working = {parameter: self._weight_at_work(parameter) for parameter in bucket}
         given = {
-            weight: {key: _at_work(key, value, weight) for key, value in self.state[parameter].items()}
+            weight: {key: state_at_work(key, value, weight) for key, value in self.state[parameter].items()}
             for parameter, weight in working.items()
             if parameter in self.state
         }
@@ -140,7 +134,26 @@ class RestingOptimizer(torch.optim.Optimizer):
                 self.state[parameter][key] = resting
 
 
-def _at_work(key: str, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+T = TypeVar("T")
+
+
+def buckets(items: Iterable[T], elements_of: Callable[[T], int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[T]]:
+    """Yield consecutive items that together have at most `limit` elements, or one item that has more."""
+    bucket: list[T] = []
+    elements = 0
+    for item in items:
+        size = elements_of(item)
+        if bucket and elements + size > limit:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(item)
+        elements += size
+    if bucket:
+        yield bucket
+
+
+def state_at_work(key: str, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return a state where and in the dtype in which `weight` is updated; the counter as it is."""
     if key == COUNTER:
         return value
     return local(value).to(device=weight.device, dtype=weight.dtype, non_blocking=True)

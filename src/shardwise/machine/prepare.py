@@ -26,9 +26,9 @@ from shardwise.engine.source import (
     read_config,
 )
 from shardwise.engine.unit_table import unit_table
-from shardwise.machine.detect import Devices, detect
+from shardwise.machine.detect import Devices, detect, planned_devices
 from shardwise.machine.resume import as_before, find_start
-from shardwise.planner.decide import Facts, decide
+from shardwise.planner.decide import Facts, decide, fit_seq_len
 from shardwise.report.run_folder import RunFolder, RunInfo, choose_folder
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
@@ -77,10 +77,12 @@ class PreparedRun:
 def preview(job: Job, *, nproc: int | None = None) -> Preview:
     """Resolve a job and decide its plan; reads the model's configuration, no weights and no data.
 
+    Named cards need not be here: the plan is that of the cluster.
+
     Raises:
         BadInput: with every reason found.
     """
-    devices = detect(job, nproc)
+    devices = planned_devices(job, nproc)
     try:
         folder = locate(job.model, weights=False)
     except ModelNotHere:
@@ -88,7 +90,7 @@ def preview(job: Job, *, nproc: int | None = None) -> Preview:
     source = open_folder(folder) if has_weights(folder) else None
     config = read_config(folder) if source is None else source.config
     stored = declared_dtype(config) if source is None else source.dtype
-    job = _fit_seq_len(job, config)
+    job = fit_seq_len(job, getattr(config, "max_position_embeddings", None))
     skeleton = build_skeleton(job, config, stored, source)
     plan = decide(job, _facts(skeleton, devices, stored, job))
     check_plan(skeleton.model, plan, devices.device_type)
@@ -102,7 +104,7 @@ def _facts(skeleton: Skeleton, devices: Devices, stored: Dtype, job: Job) -> Fac
         parameters=sum(p.numel() for p in skeleton.model.parameters()),
         frozen_storage=frozen_storage(job, stored),
         attention=attention_of(skeleton.plain_model),
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", devices.world)),
+        ranks_per_node=devices.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", devices.world)),
     )
 
 
@@ -122,6 +124,7 @@ def _preview_without_model(job: Job, devices: Devices) -> Preview:
         parameters=0,
         frozen_storage=(job.model.dtype or "checkpoint") if job.use_lora else None,
         attention="sdpa",
+        ranks_per_node=devices.per_node,
     )
     plan = decide(job, facts)
     return Preview(job=_fill(job, plan), plan=plan, units=None, devices=devices)
@@ -159,7 +162,7 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     job = as_before(job, folder)
     devices = detect(job, nproc)
     source = open_source(job.model)
-    job = _fit_seq_len(job, source.config)
+    job = fit_seq_len(job, getattr(source.config, "max_position_embeddings", None))
     skeleton = build_skeleton(job, source.config, source.dtype, source)
     plan = decide(job, _facts(skeleton, devices, source.dtype, job))
     split_notes = check_plan(skeleton.model, plan, devices.device_type)
@@ -191,18 +194,8 @@ def prepare_run(job: Job, *, name: str, nproc: int | None, command: Callable[[Jo
     )
 
 
-def _fit_seq_len(job: Job, config: Any) -> Job:
-    """Cut the default row length to what the model has positions for; refuse a longer one that the user asked for."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None or job.seq_len <= longest:
-        return job
-    if "seq_len" not in job.model_fields_set:
-        return job.model_copy(update={"seq_len": longest})
-    reason = f"is longer than the {longest} positions of this model"
-    raise BadInput(Problem(field="seq_len", value=job.seq_len, reason=reason, fix=f"use {longest} or less"))
-
-
 def _prepare_data(job: Job, source: Source, model: Any) -> PreparedData:
+    assert job.data is not None  # the reader asks for it
     rows = model.get_input_embeddings().weight.shape[0]
     return prepare(job.data, source.tokenizer(), seq_len=job.seq_len, seed=job.seed, vocab_size=rows)
 

@@ -84,6 +84,21 @@ def decide(job: Job, facts: Facts) -> Plan:
     )
 
 
+def fit_seq_len(job: Job, longest: int | None) -> Job:
+    """Cut the default row length to what the model has positions for (None: no limit); refuse a longer one that was
+    asked for.
+
+    Raises:
+        BadInput: naming the longest.
+    """
+    if longest is None or job.seq_len <= longest:
+        return job
+    if "seq_len" not in job.model_fields_set:
+        return job.model_copy(update={"seq_len": longest})
+    reason = f"is longer than the {longest} positions of this model"
+    raise BadInput(Problem(field="seq_len", value=job.seq_len, reason=reason, fix=f"use {longest} or less"))
+
+
 def _strategy(job: Job, facts: Facts, reasons: dict[str, str]) -> StrategyName:
     if job.fsdp.strategy != "auto":
         return job.fsdp.strategy

@@ -84,7 +84,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.versions, json.dumps(versions(), indent=1))
         write_text(self.config, _yaml(job.model_dump(mode="json")))
-        write_text(self.plan, _yaml({**plan.model_dump(mode="json"), "fingerprint": plan.fingerprint()}))
+        write_text(self.plan, plan_text(plan))
         write_text(self.units, units.model_dump_json(indent=1))
         write_text(self.info, info.model_dump_json(indent=1))
         self.set_status("prepared", step)
@@ -138,6 +138,11 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def plan_text(plan: Plan) -> str:
+    """Return a plan with its fingerprint as YAML."""
+    return _yaml({**plan.model_dump(mode="json"), "fingerprint": plan.fingerprint()})
 
 
 def _yaml(value: object) -> str:

@@ -61,25 +61,25 @@ def print_plan(console: Console, plan: Plan, job: Job, units: UnitTable | None =
         device_note: Where it runs, and how that was found.
     """
     for label, value in _head(job, device_note):
-        _print_row(console, label, value)
+        print_row(console, label, value)
     console.print()
     told: set[str] = set()
     for label, value, fields in decisions(plan, job):
-        _print_row(console, label, value)
+        print_row(console, label, value)
         told.update(fields)
         for field in fields:
             if field in plan.reasons:
                 part = field.rpartition(".")[2] + " " if "." in field else ""
-                _print_row(console, "", part + plan.reasons[field], style="dim")
+                print_row(console, "", part + plan.reasons[field], style="dim")
     for field, reason in plan.reasons.items():
         if field not in told:
-            _print_row(console, field, reason, style="dim")
-    _print_row(console, "fingerprint", plan.fingerprint())
+            print_row(console, field, reason, style="dim")
+    print_row(console, "fingerprint", plan.fingerprint())
     if units is not None and units.rows:
         print_units(console, units, ranks=plan.mesh.shard, tensor=plan.mesh.tensor)
 
 
-def _print_row(console: Console, label: str, value: str, *, style: str = "") -> None:
+def print_row(console: Console, label: str, value: str, *, style: str = "") -> None:
     """Print a label and its words, continued below where they are longer than the line."""
     width = max(console.width - _LABELS, _SMALLEST_NAME)
     lines = textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False)
@@ -95,7 +95,8 @@ def _print_line(console: Console, line: Text) -> None:
 
 def _head(job: Job, device_note: str) -> Iterator[tuple[str, str]]:
     yield "model", job.model.path + (f" at {job.model.revision}" if job.model.revision else "")
-    yield "data", job.data.path
+    if job.data is not None:
+        yield "data", job.data.path
     if job.use_lora:
         alpha = job.lora_alpha if job.lora_alpha is not None else 2.0 * job.lora_rank
         targets = job.lora_targets if isinstance(job.lora_targets, str) else ", ".join(job.lora_targets)

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.spec.strict import PositiveInt, Strict
+
+CPU = "cpu"
+"""What stands in the place of a card where ranks are CPU processes."""
+
+NETWORKS = ("ib", "roce", "rdma", "efa", "opa", "eth", "net")
+"""Kinds of network between machines; `net`: the kind does not matter or is not known."""
+
+NVL72 = "nvl72"
+"""A network that is NVLink over the machines of a rack."""
+
+_COUNT = re.compile(r"\s*([+-]?\d+)\s*[xX\u00d7]\s*(?=\S)")
+_RATE = re.compile(r"([a-z]\w*?)-(\d+x)?\d+", re.IGNORECASE)
+_CARD = re.compile(r"[a-z0-9][\w .()-]*", re.IGNORECASE)
 
 
 class Sourced(Strict):
@@ -23,6 +38,8 @@ class Gpu(Strict):
     """Name in the catalogue, such as `A100-SXM-80GB`."""
     usable: Sourced
     """Memory that a program can allocate, as CUDA reports the total, before context and communicators."""
+    link: Literal["nvlink", "xgmi", "pcie"] | None = None
+    """Between the cards of one machine; None: not known."""
 
 
 class Cluster(Strict):
@@ -38,6 +55,8 @@ class Cluster(Strict):
     """The card; None: CPU processes."""
     host_bytes: PositiveInt | None = None
     """Memory of one node; None: not known."""
+    network: str | None = None
+    """Between machines, as typed: `<kind>-<adapters>x<Gb/s of each>` or `<kind>-<Gb/s of a machine>`; None: unknown."""
 
     @property
     def world(self) -> int:
@@ -48,3 +67,36 @@ class Cluster(Strict):
     def device_type(self) -> Literal["cuda", "cpu"]:
         """torch's name of the kind of device."""
         return "cpu" if self.gpu is None else "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterText:
+    """The parts of a cluster's name."""
+
+    counts: tuple[int, ...]
+    """The numbers before the card: devices of a machine, or machines and devices of each."""
+    card: str
+    """The card as typed, or `cpu`."""
+    network: str | None
+    """The network as typed, in lower case."""
+
+    @property
+    def plausible(self) -> bool:
+        """Whether the form is right; only the catalogue knows the card."""
+        named = _CARD.fullmatch(self.card) is not None and any(char.isdigit() for char in self.card)
+        here = len(self.counts) > 0 if self.card.lower() == CPU else named
+        return here and len(self.counts) <= 2 and all(count > 0 for count in self.counts)
+
+
+def split_cluster(text: str) -> ClusterText:
+    """Split `[<machines>x]<devices of each>x<card>[ <network>]`."""
+    counts = []
+    while found := _COUNT.match(text):
+        counts.append(int(found[1]))
+        text = text[found.end() :]
+    card, _, last = text.strip().rpartition(" ")
+    rate = _RATE.fullmatch(last)
+    known = last.lower() == NVL72 or (rate is not None and (rate[1].lower() in NETWORKS or rate[2] is not None))
+    if not card or not known:
+        return ClusterText(counts=tuple(counts), card=text.strip(), network=None)
+    return ClusterText(counts=tuple(counts), card=card.strip(), network=last.lower())

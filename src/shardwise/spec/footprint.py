@@ -104,7 +104,10 @@ class DeviceMemory:
     reserved: Interval
     """Memory that the caching allocator holds (`torch.cuda.max_memory_reserved`)."""
     total: Interval
-    """What nvidia-smi shows for the process: reserved, context and communicators."""
+    """What nvidia-smi shows for the process: reserved, context and communicators; at best the whole card."""
+    needed: Interval
+    """What there has to be: before it fails, the allocator gives back what it holds without use and tries again, so
+    this is less than `total`."""
     terms: tuple[Term, ...]
     """The summands of `total`."""
     limit: int | None
@@ -112,8 +115,13 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the best guess is within the limit; None without a limit."""
-        return None if self.limit is None else self.total.value <= self.limit
+        """Whether the best guess of what is needed is within the limit; None without a limit."""
+        return None if self.limit is None else self.needed.value <= self.limit
+
+    @property
+    def tight(self) -> bool | None:
+        """Whether it fits only because the allocator gives memory back and tries again, which takes time."""
+        return None if self.limit is None else self.fits is True and self.total.value >= self.limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,11 +131,13 @@ class HostMemory:
     loading: int
     """Bytes at the peak of loading, all ranks of the node together."""
     training: int
-    """Bytes while training."""
+    """Bytes while training, saving checkpoints included."""
     terms: tuple[Term, ...]
-    """The summands of both."""
+    """The summands of all three; each is named `<which>: <what>`."""
     limit: int | None
     """Memory of a node; None where it is not known."""
+    exporting: int = 0
+    """Bytes on the first node at the end, when rank 0 gathers the model for its export; 0: not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

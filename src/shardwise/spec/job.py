@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from shardwise.spec.cluster import split_cluster
 from shardwise.spec.layout import (
     AccumulationMode,
     LossHead,
@@ -24,6 +25,15 @@ from shardwise.spec.layout import (
 )
 from shardwise.spec.method import Lora
 from shardwise.spec.strict import Dtype, PositiveInt, Strict
+
+DETECT = "detect"
+"""Every GPU of this machine, else CPU processes."""
+
+
+def _cluster_text(text: str) -> str:
+    if text != DETECT and not split_cluster(text).plausible:
+        raise ValueError("neither detect nor the form of a cluster's name")
+    return text
 
 
 class ModelChoice(Strict):
@@ -101,8 +111,8 @@ class Job(Strict):
 
     model: ModelChoice
     """The model: a folder, a hub id, or `{path, revision, attention, dtype}`."""
-    data: DataChoice
-    """The data: a file, or `{path, format, held_out}`."""
+    data: DataChoice | None = None
+    """The data: a file, or `{path, format, held_out}`. Only `shardwise plan` does without."""
     output: str | None = None
     """Run folder; default: `runs/<name of the configuration file>`, numbered when taken."""
 
@@ -182,8 +192,10 @@ class Job(Strict):
     """Compile every block with torch.compile."""
     self_checks: bool = True
     """Compare ranks while training: steps, norms, adapters' gradients, replicas' weights at checkpoints."""
-    cluster: Annotated[str, Field(pattern=r"^(detect|[1-9]\d*xcpu)$")] = "detect"
-    """Where it runs: `detect` (all GPUs of this machine, else 2 CPU processes), or `<n>xcpu`."""
+    cluster: Annotated[str, AfterValidator(_cluster_text)] = DETECT
+    """Where it runs: `detect` (all GPUs of this machine, else 2 CPU processes), cards of the catalogue (`8xA10`,
+    `2x8xH100-SXM-80GB ib-8x400`), or `<n>xcpu`. Named cards are what plans are made for; training checks that they are
+    here."""
 
     checkpoint: CheckpointChoice = CheckpointChoice()
     """`{every, keep}`, or a number of steps."""

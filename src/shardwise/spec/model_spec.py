@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+from pydantic import Field
+
 from shardwise.spec.strict import NotNegative, PositiveInt, Strict
 
 Activation = Literal["silu", "gelu", "relu", "relu2"]
@@ -17,11 +19,22 @@ class Tensor(Strict):
     """Dotted name, within its block or (outside blocks) within the model, such as `self_attn.q_proj.weight`."""
     shape: tuple[PositiveInt, ...]
     """Its shape, as transformers makes it."""
+    fp32: bool = False
+    """Its class makes it in fp32, in whatever dtype the model is built: frozen, it is stored so."""
 
     @property
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+class Module(Strict):
+    """One module that holds parameters, itself or in modules within."""
+
+    name: str
+    """Dotted name, within its block (the block itself: empty) or, outside blocks, within the model (likewise)."""
+    kind: str
+    """Its class, such as `Linear`, `LlamaRMSNorm` or `LlamaAttention`."""
 
 
 class Attention(Strict):
@@ -70,6 +83,8 @@ class BlockKind(Strict):
     """Its feed-forward part."""
     tensors: tuple[Tensor, ...]
     """Its parameters, in the order of `named_parameters()`."""
+    modules: tuple[Module, ...] = ()
+    """Its modules with parameters, in the order of `named_modules()`: the block itself first."""
 
     @property
     def parameters(self) -> int:
@@ -106,6 +121,12 @@ class ModelSpec(Strict):
     """The head's weight is the embedding's."""
     outside: tuple[Tensor, ...]
     """Parameters outside blocks, in the order of `named_parameters()`, a tied one once (the embedding's name)."""
+    modules: tuple[Module, ...] = ()
+    """Modules with parameters that lie in no block, in the order of `named_modules()`: the model itself first, the list
+    of blocks among them, a tied head too."""
+    tensor_rules: dict[str, str] = Field(default_factory=dict)
+    """How transformers' own plan splits modules over a tensor axis: name, `*` for the number of a block -> its word
+    (`colwise`, `rowwise`, ...); empty where it has none."""
     note: str = ""
     """What a reader has to know, such as that another class stands in for a model of remote code."""
 

@@ -47,9 +47,9 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """Key -> value in lower case -> what to do instead."""
 
-_CLUSTER_NAME = re.compile(r"^\d+x(?!cpu$).+|[/\\]|\.(ya?ml|json)$", re.IGNORECASE)
+_CLUSTER_FILE = re.compile(r"[/\\]|\.(ya?ml|json)$", re.IGNORECASE)
 
 
 def cluster_instead(value: str) -> str:
-    """Return what to do instead of a catalogue name or a file as `cluster`; "" when `value` is neither."""
-    return "use detect (all GPUs of this machine), or 2xcpu" if _CLUSTER_NAME.search(value) else ""
+    """Return what to do instead of a file as `cluster`; "" when `value` is none."""
+    return "use detect, or name the cards: 8xA10" if _CLUSTER_FILE.search(value) else ""

@@ -15,6 +15,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.keys import Given, canonical, settings
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.spellings import resolve
+from shardwise.spec.strict import Strict
 from shardwise.spec.wording import FIELDS, SECTIONS, field_problem, nullable, unusable
 from shardwise.spec.yaml_text import YamlText, dump_yaml, parse_value, parse_yaml, read_yaml, shown
 
@@ -23,23 +24,25 @@ _ONLY_WITH = {"momentum": ("optimizer", "sgd"), "loss_chunk": ("loss_head", "chu
 """Field of the Job -> field and value without which it has no effect, and is refused."""
 
 
-def read_job(path: Path | None, overrides: Sequence[str] = (), *, text: str | None = None) -> Job:
+def read_job(
+    path: Path | None, overrides: Sequence[str] = (), *, text: str | None = None, needs_data: bool = True
+) -> Job:
     """Read a Job from a file and `key=value` overrides; raise BadInput with every problem found.
 
     With `text`, that is read in place of the file, and `path` only names it. Without either, the overrides are all
     there is. An override replaces whatever the file says of that key under any of its names; later ones win. An
-    override to null (`steps=null`) takes the key out.
+    override to null (`steps=null`) takes the key out. Planning needs no data (`needs_data`).
     """
     if text is not None:
         content = parse_yaml(text, source=shown(str(path)) if path is not None else "configuration")
     else:
         content = read_yaml(path) if path is not None else YamlText()
-    return _job(content, overrides)
+    return _job(content, overrides, needs_data=needs_data)
 
 
-def read_job_dict(values: Mapping[str, object], overrides: Sequence[str] = ()) -> Job:
+def read_job_dict(values: Mapping[str, object], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Job:
     """Make a Job from a mapping as it would stand in YAML, in any accepted spelling; raise BadInput."""
-    return _job(YamlText(dict(values)), overrides)
+    return _job(YamlText(dict(values)), overrides, needs_data=needs_data)
 
 
 def job_to_yaml(job: Job) -> str:
@@ -48,16 +51,21 @@ def job_to_yaml(job: Job) -> str:
     Unset fields are left out, and so are those that have no effect, such as the `lora_` ones when there is no LoRA;
     every default that holds is written.
     """
+    return dump_yaml(job_to_dict(job))
+
+
+def job_to_dict(job: Job) -> dict[str, object]:
+    """Return the mapping that `job_to_yaml` writes; `read_job_dict` makes an equal Job from it."""
     values: dict[str, object] = {}
     for name, info in Job.model_fields.items():
         value = getattr(job, name)
-        if name in SECTIONS:
+        if isinstance(value, Strict):
             fields = type(value).model_fields
             inside = {key: item for key, item in value if item is not None or fields[key].default is not None}
             values |= {name: inside} if inside else {}
         elif (value is not None or info.default is not None) and _has_effect(job, name):
             values[name] = value
-    return dump_yaml(values)
+    return values
 
 
 def _has_effect(job: Job, name: str) -> bool:
@@ -65,7 +73,7 @@ def _has_effect(job: Job, name: str) -> bool:
     return getattr(job, needed) == value if needed else job.use_lora or not name.startswith("lora_")
 
 
-def _job(content: YamlText, overrides: Sequence[str]) -> Job:
+def _job(content: YamlText, overrides: Sequence[str], *, needs_data: bool = True) -> Job:
     problems = list(content.problems)
     layers = [list(settings(content.values, content.lines))]
     for override in overrides:
@@ -81,7 +89,7 @@ def _job(content: YamlText, overrides: Sequence[str]) -> Job:
     dropped = {given.name: given for layer in layers for given in layer if given.value is False}
     problems += contradictions(chosen, dropped)
     refused |= {canonical(problem.field) for problem in content.problems}
-    job = _validated(chosen, refused, problems)
+    job = _validated(chosen, refused, problems, needs_data=needs_data)
     if job is None or problems:
         ordered = sorted(problems, key=lambda problem: problem.line or 0)
         raise BadInput(replace(problem, value=_short(problem.value)) for problem in ordered)
@@ -142,7 +150,9 @@ def _same(one: object, other: object) -> bool:
     return one is other or (one == other and isinstance(one, bool) == isinstance(other, bool))
 
 
-def _validated(chosen: Mapping[str, Chosen], refused: set[str], problems: list[Problem]) -> Job | None:
+def _validated(
+    chosen: Mapping[str, Chosen], refused: set[str], problems: list[Problem], *, needs_data: bool
+) -> Job | None:
     """Check the chosen values against the Job's schema, adding what is wrong to `problems`."""
     nested: dict[str, object] = {}
     bad: dict[str, Problem] = {}
@@ -162,6 +172,8 @@ def _validated(chosen: Mapping[str, Chosen], refused: set[str], problems: list[P
             key = _field_of(detail["loc"])
             if not any(_within(key, other) or _within(other, key) for other in refused):
                 bad.setdefault(key, _schema_problem(key, chosen.get(key)))
+    if needs_data and "data" not in nested and not any(_within(key, "data") for key in refused):
+        bad["data"] = _schema_problem("data", None)
     problems += {str(problem): problem for problem in bad.values()}.values()
     return job
 

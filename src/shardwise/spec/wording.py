@@ -16,9 +16,10 @@ from shardwise.spec.problems import Problem, did_you_mean
 from shardwise.spec.strict import Strict
 
 SECTIONS: dict[str, type[Strict]] = {
-    name: info.annotation
+    name: kind
     for name, info in Job.model_fields.items()
-    if isinstance(info.annotation, type) and issubclass(info.annotation, Strict)
+    for kind in (info.annotation, *get_args(info.annotation))
+    if isinstance(kind, type) and issubclass(kind, Strict)
 }
 """Keys of the Job that hold a mapping of their own."""
 
@@ -29,7 +30,7 @@ FIELDS: dict[str, FieldInfo] = {name: info for name, info in Job.model_fields.it
 
 _PATTERNED = {
     "activation_checkpointing": "true, false, full, none, selective, or every_2, every_3, ...",
-    "cluster": "detect, or a number of CPU processes (2xcpu)",
+    "cluster": "detect, cards (8xA10, 2x8xH100-SXM-80GB ib-8x400), or CPU processes (2xcpu)",
     "lora_targets": "all_linear, or a list of module names ([q_proj, v_proj])",
     "units.wrap": "a list of class names ([LlamaDecoderLayer])",
 }

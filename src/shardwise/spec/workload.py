@@ -18,3 +18,5 @@ class Workload(Strict):
     """Adapters; None: every weight trains."""
     padded: bool = False
     """Rows of one micro-batch differ in length, so attention gets a mask of rows x length x length."""
+    held_out: bool = True
+    """Rows are held out, so there are evaluations between steps; False: training alone is looked at."""

@@ -1,0 +1,155 @@
+"""The computation of a workload: its blocks and its ends under any plan, each walked once and remembered."""
+
+from __future__ import annotations
+
+from shardwise.predict.blocks.ends import walk_ends
+from shardwise.predict.blocks.families import Family, family_of
+from shardwise.predict.blocks.live import EndsMemory, PartMemory
+from shardwise.predict.blocks.setting import Device, Mode, Setting
+from shardwise.predict.blocks.sites import Weights
+from shardwise.predict.blocks.walk import walk
+from shardwise.spec.plan import Plan
+from shardwise.spec.runtime import Runtime
+from shardwise.spec.workload import Workload
+
+ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element."""
+
+_Key = tuple[object, ...]
+
+
+class Computation:
+    """What one workload computes, run by one program on one kind of device.
+
+    Raises:
+        BadInput: a model whose blocks are not known by formula.
+    """
+
+    def __init__(self, workload: Workload, runtime: Runtime, device_type: Device) -> None:
+        self.workload, self.runtime, self.device_type = workload, runtime, device_type
+        self.family: Family = family_of(workload.model)
+        self._weights: dict[int, Weights] = {}
+        self.weights(1)
+        self._blocks: dict[_Key, PartMemory] = {}
+        self._ends: dict[_Key, EndsMemory] = {}
+
+    def block(self, plan: Plan, kind: int, *, checkpointing: Mode, first: bool = False) -> PartMemory:
+        """Return what one block holds.
+
+        Args:
+            plan: The plan; `activation_checkpointing` is not read.
+            kind: Place of the block's kind in `ModelSpec.kinds`.
+            checkpointing: What this block computes again in backward.
+            first: It is the model's first block: of a frozen model, no gradient flows into its input.
+        """
+        key = (*_key(plan), kind, checkpointing, first)
+        found = self._blocks.get(key)
+        if found is None:
+            weights = self.weights(plan.mesh.tensor)
+            found = self._blocks[key] = walk(
+                self.family.block,
+                weights.kinds[kind],
+                self.setting(plan),
+                checkpointing,
+                first=first,
+                frozen=first and self._ends_gradient(weights),
+                offload=plan.offload.activations,
+            )
+        return found
+
+    def ends(self, plan: Plan) -> EndsMemory:
+        """Return what the model holds outside its blocks."""
+        again = plan.activation_checkpointing != "none"
+        key = (*_key(plan), plan.loss_head, plan.loss_chunk, plan.dtypes.output, again)
+        found = self._ends.get(key)
+        if found is None:
+            found = self._ends[key] = walk_ends(
+                self.family,
+                self.weights(plan.mesh.tensor).outside,
+                self.workload.model,
+                self.setting(plan),
+                loss="kernel" if self.runtime.fused_loss and plan.loss_head == "eager" else plan.loss_head,
+                chunk=plan.loss_chunk,
+                output=ITEM[plan.dtypes.output],
+                again=again,
+            )
+        return found
+
+    def setting(self, plan: Plan) -> Setting:
+        """Return a plan as the computation sees it."""
+        return Setting(
+            rows=plan.micro_batch,
+            length=self.workload.seq_len,
+            item=ITEM[plan.dtypes.param],
+            device=self.device_type,
+            attention=plan.attention,
+            padded=self.workload.padded,
+            tensor=plan.mesh.tensor,
+            sequence_parallel=plan.mesh.sequence_parallel,
+            fused_norms=self.runtime.fused_norms,
+            compiled=self.runtime.compiled or plan.compile,
+            program=self.runtime,
+        )
+
+    def _ends_gradient(self, weights: Weights) -> bool:
+        """Whether no gradient flows into the first block; reentrant checkpointing needs one, so programs ask for it."""
+        trains = f"{self.workload.model.embedding}.weight" in weights.outside.trained
+        return not trains and not self.runtime.reentrant
+
+    def weights(self, ranks: int) -> Weights:
+        """Return the model's parameters on one of `ranks` ranks of a tensor axis."""
+        found = self._weights.get(ranks)
+        if found is None:
+            model, lora = self.workload.model, self.workload.lora
+            found = self._weights[ranks] = Weights(model, lora, ranks, self.family)
+        return found
+
+
+def _key(plan: Plan) -> _Key:
+    mesh = plan.mesh
+    return (
+        plan.micro_batch,
+        plan.dtypes.param,
+        plan.attention,
+        mesh.tensor,
+        mesh.sequence_parallel,
+        plan.compile,
+        plan.offload.activations,
+    )
+
+
+_REMEMBERED = 64
+"""Computations that are kept; the oldest goes first."""
+
+_computations: dict[tuple[int, int, str], Computation] = {}
+
+
+def computation(workload: Workload, runtime: Runtime, device_type: Device) -> Computation:
+    """Return the computation of a workload; the same objects give the same one, with all that it has walked.
+
+    Raises:
+        BadInput: a model whose blocks are not known by formula.
+    """
+    key = (id(workload), id(runtime), device_type)  # a Computation keeps both alive, so their ids stay theirs
+    found = _computations.get(key)
+    if found is None:
+        found = Computation(workload, runtime, device_type)
+        if len(_computations) >= _REMEMBERED:
+            _computations.pop(next(iter(_computations)))
+        _computations[key] = found
+    return found
+
+
+def is_checkpointed(setting: str, index: int) -> bool:
+    """Whether block `index` computes again under a Plan's `activation_checkpointing` (`engine.checkpointing`)."""
+    if setting == "none":
+        return False
+    every = 1 if setting in ("full", "selective") else int(setting.removeprefix("every_"))
+    return index % every == 0
+
+
+def modes_of(setting: str) -> tuple[Mode, Mode]:
+    """Return what checkpointed blocks do under a Plan's `activation_checkpointing`, and what the others do."""
+    if setting == "selective":
+        return "selective", "none"
+    return ("none" if setting == "none" else "full"), "none"

@@ -1,0 +1,211 @@
+"""Operations of torch as the tape sees them: what they allocate, what autograd saves of them, and their backward.
+
+Sizes are in elements of one rank. Every derivative allocates what torch's does, temporaries included, and in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from collections.abc import Sequence
+
+from shardwise.predict.blocks.tape import TEMPORARY, Grads, Tape, Tensor
+
+FLOAT = 4
+"""Bytes of an element in fp32."""
+
+WORD = 8
+"""Bytes of an index."""
+
+
+def reduced(tape: Tape, grad: Tensor, elements: int, item: int) -> Tensor:
+    """Return a gradient summed over what was broadcast, in the dtype of what it is the gradient of."""
+    if grad.elements != elements:
+        grad = tape.new(elements, grad.item)
+    return grad if grad.item == item else tape.new(elements, item)
+
+
+def cast(tape: Tape, x: Tensor, item: int) -> Tensor:
+    """`x.to(dtype)`: the same tensor where it has that dtype already."""
+    if x.item == item:
+        return x
+    size, before = x.elements, x.item
+    return tape.new(size, item, tape.node((x,), lambda grad, saved: (tape.new(size, before),)))
+
+
+def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """`a + b`, the smaller one broadcast."""
+    (m, i), (n, j) = (a.elements, a.item), (b.elements, b.item)
+    a_needs, b_needs = a.needs_grad, b.needs_grad
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        left = reduced(tape, grad, m, i) if a_needs else None
+        return left, reduced(tape, grad, n, j) if b_needs else None
+
+    return tape.new(max(m, n), max(i, j), tape.node((a, b), derivative))
+
+
+def subtract(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """`a - b` of one size: the gradient of b is a new tensor."""
+    size, item = a.elements, a.item
+    a_needs, b_needs = a.needs_grad, b.needs_grad
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        return grad if a_needs else None, tape.new(size, item) if b_needs else None
+
+    return tape.new(size, item, tape.node((a, b), derivative))
+
+
+def scale(tape: Tape, x: Tensor) -> Tensor:
+    """A product with, or a quotient by, a number."""
+    size, item = x.elements, x.item
+    return tape.new(size, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+
+
+def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """`a * b`, the smaller one broadcast."""
+    (m, i), (n, j) = (a.elements, a.item), (b.elements, b.item)
+    a_needs, b_needs = a.needs_grad, b.needs_grad
+    size, item = max(m, n), max(i, j)
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        left = tape.new(size, item) if a_needs else None
+        right = tape.new(size, item) if b_needs else None
+        left = reduced(tape, left, m, i) if left is not None else None
+        return left, reduced(tape, right, n, j) if right is not None else None
+
+    node = tape.node((a, b), derivative)
+    if b_needs:
+        tape.save(node, a)
+    if a_needs:
+        tape.save(node, b)
+    return tape.new(size, item, node)
+
+
+def view(tape: Tape, x: Tensor, *, grad_copied: bool = False) -> Tensor:
+    """Another look at a storage; `grad_copied`: its gradient's memory is laid out otherwise, and is copied."""
+    size, item = x.elements, x.item
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        return (tape.new(size, item) if grad_copied else grad.view(),)
+
+    return Tensor(x.storage, size, item, tape.node((x,), derivative))
+
+
+def copy(tape: Tape, x: Tensor, *, grad_copied: bool = False) -> Tensor:
+    """`contiguous()` or `reshape` of a tensor whose axes lie in another order."""
+    size, item = x.elements, x.item
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        return (tape.new(size, item) if grad_copied else grad,)
+
+    return tape.new(size, item, tape.node((x,), derivative))
+
+
+def linear(
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    inputs: int,
+    flat: bool = False,
+    packed: bool = False,
+) -> Tensor:
+    """A linear layer on rows of `inputs` elements; [rows, length, inputs] are looked at as a matrix, which `flat` is.
+
+    `packed`: the weight is quantised. It is unpacked for the product and for that in backward, and the input is saved
+    (bitsandbytes does so for a gradient of the weight that nothing asks for).
+    """
+    rows, outputs, item = x.elements // inputs, weight.elements // inputs, weight.item
+    x_needs, weight_needs = x.needs_grad, weight.needs_grad
+    bias_needs = bias is not None and bias.needs_grad
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        unpacked = tape.new(inputs * outputs, item, kind=TEMPORARY) if packed else None
+        into = tape.new(rows * inputs, item, kind=TEMPORARY) if x_needs else None
+        del unpacked
+        into = into.view() if into is not None and not flat else into
+        of_weight = tape.new(inputs * outputs, item, kind=TEMPORARY).view() if weight_needs else None
+        of_bias = tape.new(outputs, item, kind=TEMPORARY) if bias_needs else None
+        return (into, of_weight) if bias is None else (into, of_weight, of_bias)
+
+    node = tape.node((x, weight) if bias is None else (x, weight, bias), derivative)
+    if weight_needs or packed:
+        tape.save(node, x)
+    if x_needs:
+        tape.save(node, weight)
+    unpacked = tape.new(inputs * outputs, item) if packed else None
+    (made,) = tape.keep("matmul", inputs, lambda: (tape.new(rows * outputs, item),))
+    del unpacked
+    made.node = node
+    return made
+
+
+def plus_number(tape: Tape, x: Tensor) -> Tensor:
+    """A sum with a number."""
+    return tape.new(x.elements, x.item, tape.node((x,), lambda grad, saved: (grad,)))
+
+
+def power(tape: Tape, x: Tensor) -> Tensor:
+    """`x.pow(2)` or `x.pow(3)`."""
+    size, item = x.elements, x.item
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        lower, times_exponent = tape.new(size, item), tape.new(size, item)
+        made = tape.new(size, item)
+        del lower, times_exponent
+        return (made,)
+
+    node = tape.node((x,), derivative)
+    tape.save(node, x)
+    return tape.new(size, item, node)
+
+
+def by_result(tape: Tape, x: Tensor) -> Tensor:
+    """A function whose derivative follows from its result, which is saved: ReLU, tanh, sigmoid, softmax."""
+    size, item = x.elements, x.item
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item),))
+    made = tape.new(size, item, node)
+    tape.save(node, made)
+    return made
+
+
+def cat(tape: Tape, *parts: Tensor) -> Tensor:
+    """Several tensors in one; their gradients are slices of its gradient."""
+    item, sizes = parts[0].item, [part.elements for part in parts]
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        return tuple(Tensor(grad.storage, size, item, viewed=True) for size in sizes)
+
+    return tape.new(sum(sizes), item, tape.node(parts, derivative))
+
+
+def dropout(tape: Tape, x: Tensor, device: str) -> Tensor:
+    """Dropout: a mask of bytes on a GPU; on a CPU a product with noise in the dtype of x."""
+    if device == "cuda":
+        size, item = x.elements, x.item
+        node = tape.node((x,), lambda grad, saved: (tape.new(size, item),))
+        made = tape.new(size, item, node)
+        tape.save(node, tape.new(size, 1))
+        return made
+    return mul(tape, x, tape.new(x.elements, x.item))
+
+
+def lookup(tape: Tape, table: Tensor, tokens: int, width: int) -> Tensor:
+    """An embedding; its gradient is as large as the table."""
+    size, item = table.elements, table.item
+    return tape.new(tokens * width, item, tape.node((table,), lambda grad, saved: (tape.new(size, item),)))
+
+
+def part(tape: Tape, x: Tensor, elements: int) -> Tensor:
+    """A slice of x; its gradient is written into zeros of the whole."""
+    size, item = x.elements, x.item
+    return Tensor(x.storage, elements, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+
+
+def split(tape: Tape, x: Tensor, pieces: Sequence[int]) -> list[Tensor]:
+    """Slices of so many elements, one after another; their gradients are put together."""
+    size, item = x.elements, x.item
+    whole = tape.joint((x,), lambda grad, saved: (tape.new(size, item),))
+    return [Tensor(x.storage, piece, item, whole) for piece in pieces]

@@ -1,0 +1,358 @@
+"""A model of autograd's memory: storages that live as long as something refers to them, and a backward over a tape.
+
+The programs of `predict.blocks` are written like the model code they stand for. A tensor here is a size and a storage;
+Python's own reference counts free it, as they do in torch: local variables, arguments of calls that are not over,
+what autograd saves, gradients that wait in front of a node. So walking a program forward and backward gives the live
+bytes at every instant, without torch and without numbers in tensors.
+
+The engine follows torch's: of the nodes that are ready, the one made last goes first; gradients of parameters are
+taken at once; two gradients that meet are added in place when nothing else refers to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+ACTIVATION, RECOMPUTED, TEMPORARY, GRADIENT, LOGITS, UNCOUNTED = range(6)
+"""What a storage is for; UNCOUNTED: parameters and others that are not the computation's."""
+
+_RANDOM_STATE = 5056
+"""Bytes of the state of torch's generator for CPUs."""
+
+
+class Memory:
+    """Live bytes by kind, and the highest sum so far."""
+
+    __slots__ = ("at_peak", "live", "now", "peak")
+
+    def __init__(self) -> None:
+        self.live = [0, 0, 0, 0, 0, 0]
+        self.now = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the highest sum: from here on it is looked for again."""
+        self.peak = self.now
+        self.at_peak = self.live[:]
+
+
+class Storage:
+    """Bytes that live as long as this object does."""
+
+    __slots__ = ("__weakref__", "kind", "memory", "size", "waiting")
+
+    def __init__(self, memory: Memory, size: int, kind: int) -> None:
+        self.memory, self.size, self.kind = memory, size, kind
+        self.waiting = 0
+        if kind != UNCOUNTED:
+            memory.now += size
+            memory.live[kind] += size
+            if memory.now > memory.peak:
+                memory.peak = memory.now
+                memory.at_peak = memory.live[:]
+
+    def __del__(self) -> None:
+        if self.kind != UNCOUNTED:
+            self.memory.now -= self.size
+            self.memory.live[self.kind] -= self.size
+
+    def save(self, kind: int) -> None:
+        """Count a temporary as a kind of activation from here on; what has a name of its own keeps it."""
+        if self.kind == TEMPORARY:
+            self.turn(kind)
+
+    def turn(self, kind: int) -> None:
+        """Count these bytes as another kind from here on."""
+        self.memory.live[self.kind] -= self.size
+        self.memory.live[kind] += self.size
+        self.kind = kind
+
+
+class Tensor:
+    """A tensor: some elements of a storage, and the node that made it."""
+
+    __slots__ = ("elements", "item", "node", "storage", "viewed")
+
+    def __init__(
+        self, storage: Storage, elements: int, item: int, node: Node | None = None, *, viewed: bool = False
+    ) -> None:
+        self.storage, self.elements, self.item = storage, elements, item
+        self.node, self.viewed = node, viewed
+
+    def view(self) -> Tensor:
+        """Another look at it, without history."""
+        return Tensor(self.storage, self.elements, self.item, viewed=True)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient flows into it."""
+        return self.node is not None
+
+
+Grads = tuple[Tensor | None, ...]
+Derivative = Callable[[Tensor, list[Tensor]], Grads]
+"""From the gradient of a node's output and its saved tensors to the gradients of its inputs."""
+
+
+class Node:
+    """One operation in backward."""
+
+    __slots__ = ("derivative", "grad", "inputs", "kind", "order", "pending", "saved", "seen", "sums_in_place")
+
+    def __init__(self, order: int, inputs: tuple[Node | None, ...], derivative: Derivative, kind: int) -> None:
+        self.order, self.inputs, self.derivative, self.kind = order, inputs, derivative, kind
+        self.saved: list[Tensor | Handle] = []
+        self.grad: Tensor | None = None
+        self.pending = 0
+        self.seen = False
+        self.sums_in_place = True
+
+
+class Leaf(Node):
+    """Where the gradient of a parameter, or of a block's input, arrives."""
+
+    __slots__ = ()
+
+    def __init__(self, kind: int) -> None:
+        super().__init__(1 << 60, (), _nothing, kind)
+
+    def arrive(self) -> None:
+        """Keep what has come, as what it is here."""
+        if self.grad is not None:
+            self.grad.storage.turn(self.kind)
+
+
+class Joint(Node):
+    """The backward of an operation with several outputs."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, order: int, inputs: tuple[Node | None, ...], derivative: Derivative, kind: int) -> None:
+        super().__init__(order, inputs, derivative, kind)
+        self.parts: list[Tensor] = []
+
+
+def _nothing(_: Tensor, __: list[Tensor]) -> Grads:
+    return ()
+
+
+class Handle:
+    """The place of a saved tensor that a checkpointed region has let go."""
+
+    __slots__ = ("place", "region")
+
+    def __init__(self, region: Region, place: int) -> None:
+        self.region, self.place = region, place
+
+
+class Region:
+    """A part of the program whose saved tensors are made again in backward."""
+
+    __slots__ = ("again", "asked", "cache", "count", "output", "random", "reentrant", "run")
+
+    def __init__(self, run: Callable[[], object], random: Tensor | None, reentrant: bool) -> None:
+        self.run, self.random, self.reentrant = run, random, reentrant
+        self.output: object = None
+        self.count = self.asked = 0
+        self.again: list[Tensor | None] | None = None
+        self.cache: list[tuple[Tensor, ...]] = []
+
+
+class _AllThere(Exception):
+    """The last tensor that a region saved has been made again."""
+
+
+class Tape:
+    """The state of one walk: memory, the order of nodes, and what happens to saved tensors."""
+
+    def __init__(self, memory: Memory, *, recording: bool = True, sums_in_place: bool = True) -> None:
+        self.memory = memory
+        self.recording = recording
+        self.sums_in_place = sums_in_place
+        self.kind = TEMPORARY
+        self.distributed = False
+        self.region: Region | None = None
+        self.keeps: Callable[[str, int, int], bool] | None = None
+        self._order = 0
+
+    def new(self, elements: int, item: int, node: Node | None = None, kind: int | None = None) -> Tensor:
+        """Allocate a tensor of `elements` of `item` bytes, made by `node`."""
+        kind = self.kind if kind is None else kind
+        return Tensor(Storage(self.memory, elements * item, kind), elements, item, node)
+
+    def parameter(self, elements: int, item: int, *, trains: bool) -> Tensor:
+        """Return a parameter, whose bytes are not counted here; its gradient's are."""
+        return Tensor(Storage(self.memory, 0, UNCOUNTED), elements, item, Leaf(GRADIENT) if trains else None)
+
+    def node(self, inputs: tuple[Tensor, ...], derivative: Derivative) -> Node | None:
+        """Return the backward of an operation on `inputs`; None where no gradient flows."""
+        if not self.recording:
+            return None
+        nodes = tuple(tensor.node for tensor in inputs)
+        if not any(nodes):
+            return None
+        self._order += 1
+        made = Node(self._order, nodes, derivative, self.kind)
+        made.sums_in_place = self.sums_in_place and not self.distributed
+        return made
+
+    def joint(self, inputs: tuple[Tensor, ...], derivative: Derivative) -> Joint | None:
+        """The same for an operation with several outputs, whose gradients wait beside each other."""
+        nodes = tuple(tensor.node for tensor in inputs)
+        if not self.recording or not any(nodes):
+            return None
+        self._order += 1
+        return Joint(self._order, nodes, derivative, self.kind)
+
+    def save(self, node: Node | None, *tensors: Tensor) -> None:
+        """Let `node` keep tensors until its backward."""
+        if node is None:
+            return
+        region = self.region
+        for tensor in tensors:
+            storage = tensor.storage
+            if region is None:
+                storage.save(ACTIVATION)
+                node.saved.append(Tensor(storage, tensor.elements, tensor.item))
+            elif region.again is None:
+                node.saved.append(Handle(region, region.count))
+                region.count += 1
+            else:
+                storage.save(RECOMPUTED)
+                region.again.append(Tensor(storage, tensor.elements, tensor.item))
+                if len(region.again) == region.count and not region.reentrant:
+                    raise _AllThere
+
+    def keep(self, name: str, inner: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Run an operation that selective checkpointing may keep: `make` it, or take what forward has kept.
+
+        Args:
+            name: `matmul` or `attention`.
+            inner: Inner dimension of a matrix product.
+            make: Makes its outputs.
+        """
+        region = self.region
+        if region is None or self.keeps is None:
+            return make()
+        region.asked += 1
+        if not self.keeps(name, inner, region.asked):
+            return make()
+        if region.again is not None:
+            return region.cache.pop(0)
+        outputs = make()
+        for output in outputs:
+            output.storage.save(ACTIVATION)
+        region.cache.append(tuple(Tensor(out.storage, out.elements, out.item) for out in outputs))
+        return outputs
+
+    def checkpointed(self, run: Callable[[], Tensor], device: str, *, reentrant: bool = False) -> Tensor:
+        """Run a part of the program that keeps nothing but its inputs, and runs again in backward.
+
+        Its random numbers are drawn again: the state of a CPU's generator is kept for that, on the host. Reentrant, it
+        runs to its end, and its output lives as long as anything that it made again.
+        """
+        random = self.new(_RANDOM_STATE, 1, kind=ACTIVATION) if device == "cpu" and self.recording else None
+        self.region = Region(run, random, reentrant)
+        try:
+            return run()
+        finally:
+            self.region = None
+
+    def backward(self, root: Node, elements: int, item: int) -> None:
+        """Send a gradient of `elements` of `item` bytes back from `root` through everything that leads to it."""
+        _count(root)
+        root.grad = self.new(elements, item)
+        root.grad.storage.waiting = 1
+        ready: list[tuple[int, int, Node]] = [(-root.order, 0, root)]
+        pushed = 0
+        while ready:
+            node = heappop(ready)[2]
+            if isinstance(node, Leaf):
+                node.arrive()
+                continue
+            outputs = self._run(node)
+            for made in outputs:
+                if made is not None:
+                    made.storage.waiting += 1
+            for place, target in enumerate(node.inputs):
+                if target is None:
+                    continue
+                made = outputs[place]
+                outputs[place] = None
+                if made is not None:
+                    self._add(target, made)
+                target.pending -= 1
+                if not target.pending and target.grad is not None:
+                    pushed += 1
+                    heappush(ready, (-target.order, pushed, target))
+            del made
+
+    def _run(self, node: Node) -> list[Tensor | None]:
+        """Return the gradients of a node's inputs; what it has saved is let go."""
+        grad, node.grad = node.grad, None
+        assert grad is not None
+        grad.storage.waiting -= 1
+        saved = [self._unpack(one) for one in node.saved]
+        self.kind = node.kind
+        outputs = node.derivative(grad, saved)
+        node.saved.clear()
+        if isinstance(node, Joint):
+            node.parts.clear()
+        return list(outputs)
+
+    def _unpack(self, saved: Tensor | Handle) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        region = saved.region
+        if region.again is None:
+            self._run_again(region)
+        assert region.again is not None
+        tensor = region.again[saved.place]
+        region.again[saved.place] = None
+        assert tensor is not None
+        return tensor
+
+    def _run_again(self, region: Region) -> None:
+        region.again = []
+        region.asked = 0
+        before, self.region = self.region, region
+        try:
+            output = region.run()
+            if region.reentrant and isinstance(output, Tensor):
+                output.storage.save(RECOMPUTED)
+                region.output = Tensor(output.storage, output.elements, output.item)
+        except _AllThere:
+            pass
+        finally:
+            self.region = before
+
+    def _add(self, target: Node, made: Tensor) -> None:
+        """Let a gradient wait in front of its node; two that meet there are added."""
+        waiting = target.grad
+        if isinstance(target, Joint):
+            target.parts.append(made)
+            waiting = None
+        if waiting is None:
+            target.grad = made
+            return
+        made.storage.waiting -= 1
+        if waiting.storage.waiting == 1 and not waiting.viewed and target.sums_in_place:
+            return
+        waiting.storage.waiting -= 1
+        target.grad = self.new(waiting.elements, waiting.item)
+        target.grad.storage.waiting = 1
+
+
+def _count(root: Node) -> None:
+    """Set of every node that leads to `root` how many gradients it waits for."""
+    stack = [root]
+    root.seen = True
+    while stack:
+        for target in stack.pop().inputs:
+            if target is None:
+                continue
+            target.pending += 1
+            if not target.seen:
+                target.seen = True
+                stack.append(target)

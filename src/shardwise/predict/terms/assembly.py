@@ -1,0 +1,209 @@
+"""The terms of a plan put together: one step, the bytes at any of its instants, and the highest of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+from shardwise.predict.blocks import Computation, PartMemory, is_checkpointed, modes_of
+from shardwise.predict.runtimes import kept_cache, quantized_facts, sharding_terms
+from shardwise.predict.terms.candidates import Candidate, candidates
+from shardwise.predict.terms.facts import PlacedUnit
+from shardwise.predict.terms.instants import ROOT, At
+from shardwise.predict.terms.layout import facts_of
+from shardwise.predict.terms.live import Live, together
+from shardwise.predict.terms.step import Parts, Sharding, Step
+from shardwise.predict.terms.update import optimizer_bytes
+from shardwise.predict.unit_rows import unit_kinds
+from shardwise.predict.workspace import HANDLES, workspace_bytes
+from shardwise.spec.cluster import Gpu
+from shardwise.spec.footprint import Phase
+from shardwise.spec.plan import Plan
+
+EVALUATED_ROWS = 2
+"""Rows of a forward in an evaluation for each row of a training micro-batch (`train.training.HELD_OUT_PER_TRAINED`)."""
+
+
+_REMEMBERED = 4096
+"""Layouts, and computations, that are remembered of one workload; the oldest goes first."""
+
+
+class Assembly:
+    """Steps of one workload on one kind of device; what several plans have in common is worked out once."""
+
+    def __init__(self, computed: Computation, gpu: Gpu | None) -> None:
+        self.computed, self.gpu = computed, gpu
+        self._workspace = 0 if gpu is None else HANDLES * workspace_bytes(gpu)
+        self._shardings: dict[tuple[object, ...], Sharding] = {}
+        self._parts: dict[tuple[object, ...], Parts] = {}
+
+    def step(self, plan: Plan) -> Step:
+        """Return one step of a plan.
+
+        Raises:
+            BadInput: a layout that no formula describes.
+        """
+        parts = self._remembered_parts(plan)
+        return Step(
+            plan=plan,
+            sharding=self._remembered_sharding(plan, parts),
+            parts=parts,
+            workspace=self._workspace,
+            # A GPU gets each micro-batch when it runs; on CPUs all batches of a step lie in the same memory.
+            inputs=parts.ends.inputs * (plan.accumulation_steps if self.gpu is None else 1),
+            block_list=self.computed.workload.model.block_list,
+            held_out=self.computed.workload.held_out,
+        )
+
+    def _remembered_parts(self, plan: Plan) -> Parts:
+        mesh = plan.mesh
+        key = (
+            plan.micro_batch,
+            plan.activation_checkpointing,
+            plan.loss_head,
+            plan.loss_chunk,
+            plan.dtypes.param,
+            plan.dtypes.output,
+            plan.attention,
+            plan.compile,
+            plan.offload.activations,
+            mesh.tensor,
+            mesh.sequence_parallel,
+        )
+        return self._parts.get(key) or _remember(self._parts, key, self._make_parts(plan))
+
+    def _remembered_sharding(self, plan: Plan, parts: Parts) -> Sharding:
+        mesh, dtypes, offload, units = plan.mesh, plan.dtypes, plan.offload, plan.units
+        prefetch, reductions = plan.prefetch, plan.reduce_scatter
+        hidden = 0 if self.computed.runtime.sharding == "fsdp2" else parts.ends.embedding.output
+        key = (
+            (mesh.replicate, mesh.shard, mesh.tensor, plan.reshard_after_forward, plan.activation_checkpointing),
+            (units.wrap, units.embedding, units.head, prefetch.forward, prefetch.backward, prefetch.async_all_gather),
+            (dtypes.frozen_storage, dtypes.trained_storage, dtypes.optimizer_state, dtypes.param, dtypes.reduce),
+            (reductions.buffers, reductions.asynchronous, plan.accumulation_mode, plan.accumulation_steps > 1),
+            (plan.optimizer, plan.optimizer_implementation, offload.optimizer, offload.parameters, hidden),
+        )
+        return self._shardings.get(key) or _remember(self._shardings, key, self._make_sharding(plan, hidden))
+
+    def _make_parts(self, plan: Plan) -> Parts:
+        evaluated = plan.model_copy(update={"micro_batch": EVALUATED_ROWS * plan.micro_batch})
+        ends, blocks = self.computed.ends(plan), self._blocks(plan)
+        return Parts(
+            ends=ends,
+            blocks=blocks,
+            evaluated_ends=self.computed.ends(evaluated),
+            evaluated=self._blocks(evaluated),
+            kept=tuple(accumulate((part.kept for part in blocks), initial=ends.embedding.kept)),
+        )
+
+    def _blocks(self, plan: Plan) -> tuple[PartMemory, ...]:
+        computed = self.computed
+        again, otherwise = modes_of(plan.activation_checkpointing)
+        if again == "selective" and computed.runtime.every_second_matmul:
+            again = "every_second_matmul"
+        found = []
+        for block, kind in enumerate(computed.workload.model.blocks):
+            mode = again if is_checkpointed(plan.activation_checkpointing, block) else otherwise
+            found.append(computed.block(plan, kind, checkpointing=mode, first=block == 0))
+        return tuple(found)
+
+    def _make_sharding(self, plan: Plan, hidden: int) -> Sharding:
+        computed = self.computed
+        kinds = unit_kinds(computed.workload, plan)
+        facts = quantized_facts(
+            facts_of(computed.workload.model, kinds, plan, computed.device_type),
+            kinds,
+            computed.runtime.base_quantization,
+        )
+        tensors = [(tensor, kind.count) for kind in kinds for tensor in kind.tensors]
+        optimizer = optimizer_bytes(tensors, plan, computed.device_type)
+        cache = kept_cache(computed.workload, computed.runtime, hidden)
+        terms = sharding_terms(computed.runtime, facts, optimizer, hidden_bytes=hidden, cache_bytes=cache)
+        first = next((place for place, unit in enumerate(facts.units) if unit.block_kind is not None), 0)
+        count = len(computed.workload.model.blocks)
+        return Sharding(
+            facts=facts,
+            terms=terms,
+            resting=terms.at_rest(),
+            first_block=first,
+            own_head=len(facts.units) > first + count,
+            alike=_alike(facts.units[first : first + count]),
+        )
+
+
+T = TypeVar("T")
+
+
+def _remember(known: dict[tuple[object, ...], T], key: tuple[object, ...], made: T) -> T:
+    if len(known) >= _REMEMBERED:
+        known.pop(next(iter(known)))
+    known[key] = made
+    return made
+
+
+def _alike(blocks: Sequence[PlacedUnit]) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of blocks that are alike; the first, into which perhaps no gradient flows, stands alone."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for block, unit in enumerate(blocks):
+        groups.setdefault((id(unit), block == 0), []).append(block)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def highest(step: Step) -> dict[Phase, Candidate]:
+    """Return the highest instant of each phase."""
+    best: dict[Phase, tuple[int, Candidate]] = {}
+    for candidate, size in _sizes(step):
+        if candidate.phase not in best or size > best[candidate.phase][0]:
+            best[candidate.phase] = (size, candidate)
+    return {phase: candidate for phase, (_, candidate) in best.items()}
+
+
+def peak(step: Step) -> int:
+    """Return the highest bytes on the device at any instant."""
+    return max(size for _, size in _sizes(step))
+
+
+def _sizes(step: Step) -> Iterator[tuple[Candidate, int]]:
+    """Yield every instant with its bytes on the device."""
+    sharding, workspace, inputs = step.sharding, step.workspace, step.inputs
+    evaluated = step.parts.evaluated_ends.inputs
+    known = sharding.totals
+    for candidate in candidates(step):
+        _, at, kept, computed, waiting = candidate
+        held = known.get(at)
+        if held is None:
+            held = sharding.total(at)
+        batch = evaluated if at.evaluating else inputs
+        yield candidate, held + kept + computed.total + waiting + workspace + batch
+
+
+def live_at(step: Step, candidate: Candidate) -> Live:
+    """Return the live bytes of one instant by category."""
+    at, computed = candidate.at, candidate.computed
+    held: Live = {
+        "activations": candidate.kept + computed.activations,
+        "recomputed_activations": computed.recomputed,
+        "temporaries": computed.temporaries + step.workspace,
+        "unsharded_gradients": computed.gradients,
+        "logits_and_loss": computed.logits,
+        "inputs": step.parts.evaluated_ends.inputs if at.evaluating else step.inputs,
+    }
+    if candidate.phase == "forward":
+        held["activations"] += candidate.waiting
+    else:
+        held["temporaries"] += candidate.waiting
+    if at.evaluating:  # without gradients nothing is kept for backward
+        held["temporaries"] += held.pop("activations")
+    return together(held, step.sharding.live(at))
+
+
+def where(step: Step, at: At) -> str:
+    """Return the name of the unit at work."""
+    first, units = step.sharding.first_block, step.sharding.facts.units
+    if at.moment == "step":
+        return "optimizer"
+    if at.unit == ROOT:
+        return "loss" if at.moment in ("head", "loss", "head_backward") else "root"
+    block = at.unit - first
+    return f"{step.block_list}.{block}" if 0 <= block < len(step.parts.blocks) else units[at.unit].name

@@ -1,0 +1,144 @@
+"""The instants of each phase at which memory may be highest, read from top to bottom as a step runs.
+
+Between the ends of a run of like blocks live bytes are linear in the number of the block, so its highest instant is at
+one of the ends, or where gathers ahead and held reductions set in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardwise.predict.blocks import Live as Computed
+from shardwise.predict.terms.instants import ROOT, At, Moment
+from shardwise.predict.terms.step import Step
+from shardwise.spec.footprint import Phase
+
+
+class Candidate(NamedTuple):
+    """One instant, with what the computation holds."""
+
+    phase: Phase
+    """Phase of the step."""
+    at: At
+    """For the terms of sharding."""
+    kept: int
+    """Bytes that parts before this one keep, and tables for all."""
+    computed: Computed
+    """What the part at work holds."""
+    waiting: int = 0
+    """Bytes of its input or of a gradient that wait, where it is not at work yet, or no more."""
+
+
+NOTHING = Computed()
+
+
+def candidates(step: Step) -> Iterator[Candidate]:
+    """Yield the instants of training, and of evaluation where there is one; loading and saving hold shards alone."""
+    yield from forward(step)
+    yield from loss(step)
+    yield from backward(step)
+    yield from end_of_backward(step)
+    yield Candidate("optimizer_step", At("step"), 0, NOTHING)
+    if step.held_out:
+        yield from evaluation(step)
+
+
+def forward(step: Step) -> Iterator[Candidate]:
+    """Weights arrive while the part's input waits; then it computes."""
+    sharding, parts = step.sharding, step.parts
+    yield Candidate("forward", At("arrival", ROOT), 0, NOTHING)
+    embeds = 0 if sharding.first_block else ROOT
+    if sharding.first_block:
+        yield Candidate("forward", At("arrival", embeds), 0, NOTHING)
+    yield Candidate("forward", At("forward", embeds), 0, parts.ends.embedding.forward)
+    for_all = parts.ends.shared + parts.ends.in_forward
+    for block in _last_of_each(step):
+        place = sharding.first_block + block
+        kept = for_all + parts.kept[block] + parts.travelling(block) + parts.carried(block)
+        yield Candidate("forward", At("arrival", place), kept, NOTHING, parts.entering(block))
+        yield Candidate("forward", At("forward", place), kept, parts.blocks[block].forward)
+    if sharding.own_head:
+        place = len(sharding.facts.units) - 1
+        kept = parts.ends.shared + parts.kept[-1] + parts.travelling(len(parts.blocks))
+        yield Candidate("forward", At("arrival", place), kept, NOTHING, parts.entering(len(parts.blocks)))
+
+
+def loss(step: Step) -> Iterator[Candidate]:
+    """Whole logits become a loss outside the root's forward; a loss in pieces is made inside it."""
+    parts, whole = step.parts, step.plan.loss_head == "eager"
+    head = parts.ends.head
+    kept = parts.ends.shared + parts.kept[-1] + parts.travelling(len(parts.blocks))
+    yield Candidate("forward", At("loss" if whole else "head"), kept, head.forward)
+    # Before the gradient of whole logits is there, FSDP2 does not know of a backward and gathers nothing ahead.
+    at_logits = whole and not head.backward.gradients
+    yield Candidate("backward", At("loss" if at_logits else "head_backward"), kept, head.backward)
+
+
+def backward(step: Step) -> Iterator[Candidate]:
+    """Weights return while the gradient of the block's output waits; it computes; its gradients are reduced."""
+    sharding, parts = step.sharding, step.parts
+    shared = parts.ends.shared
+    if sharding.own_head:
+        place, gradient = len(sharding.facts.units) - 1, parts.ends.head.input_gradient
+        yield from _reduced(place, shared + parts.kept[-1] + parts.travelling(len(parts.blocks)), gradient)
+    for block in _ends_of_each(step):
+        part, place = parts.blocks[block], sharding.first_block + block
+        kept = shared + parts.kept[block] + parts.travelling(block)
+        yield Candidate("backward", At("return", place), kept + part.kept + part.travelling, NOTHING, part.output)
+        yield Candidate("backward", At("backward", place), kept, part.backward)
+        if place != sharding.facts.late:
+            yield from _reduced(place, kept, part.input_gradient)
+
+
+def _reduced(place: int, kept: int, gradient: int) -> Iterator[Candidate]:
+    """The gradients of a unit are reduced while the gradient that it hands down waits."""
+    yield Candidate("backward", At("reduction", place), kept, NOTHING, gradient)
+    yield Candidate("backward", At("reduced", place), kept, NOTHING, gradient)
+
+
+def end_of_backward(step: Step) -> Iterator[Candidate]:
+    """The embedding's gradient; then the root's reduction, and that of a unit whose end FSDP2 learns last."""
+    sharding, late = step.sharding, step.sharding.facts.late
+    embeds = 0 if sharding.first_block else ROOT
+    yield Candidate("backward", At("backward", embeds), 0, step.parts.ends.embedding.backward)
+    yield from _reduced(ROOT, 0, 0)
+    if late is not None:
+        yield from _reduced(late, 0, 0)
+
+
+def evaluation(step: Step) -> Iterator[Candidate]:
+    """A forward that keeps nothing, of more rows, after a step whose gradients are still there."""
+    sharding, blocks, ends = step.sharding, step.parts.evaluated, step.parts.evaluated_ends
+    kept = ends.in_evaluation
+    for block in _last_of_each(step):
+        place = sharding.first_block + block
+        held = kept + (ends.carried if block else 0)
+        entering = blocks[block - 1].output if block else ends.embedding.output
+        yield Candidate("evaluation", At("arrival", place, True), held, NOTHING, entering)
+        yield Candidate("evaluation", At("forward", place, True), held, blocks[block].evaluation)
+    moment: Moment = "loss" if step.plan.loss_head == "eager" else "head"
+    yield Candidate("evaluation", At(moment, ROOT, True), kept, ends.head.evaluation)
+
+
+def _last_of_each(step: Step) -> Iterator[int]:
+    """Yield the last block of each kind, and the last from which as many units as may be are gathered ahead."""
+    ahead, count = step.plan.prefetch.forward, len(step.parts.blocks)
+    for blocks in step.sharding.alike:
+        yield blocks[-1]
+        if ahead:
+            before = [block for block in blocks if block + ahead < count]
+            if before:
+                yield before[-1]
+
+
+def _ends_of_each(step: Step) -> Iterator[int]:
+    """Yield, of each kind of block, those nearest to where a run of backward begins, is in full swing, and ends."""
+    high = len(step.parts.blocks) - 1 - step.plan.reduce_scatter.buffers
+    low = step.plan.prefetch.backward
+    for blocks in step.sharding.alike:
+        chosen = {blocks[-1], blocks[0]}
+        if len(blocks) > 2:
+            chosen.add(next((block for block in reversed(blocks) if block <= high), blocks[0]))
+            chosen.add(next((block for block in blocks if block >= low), blocks[-1]))
+        yield from chosen

@@ -1,0 +1,139 @@
+"""FSDP2's gradients and the buffers that reduce them, at every instant of a step's last micro-batch.
+
+Units are reduced from the last to the first, then the root, then the one unit (if any) whose end FSDP2 learns last.
+"""
+
+from __future__ import annotations
+
+from shardwise.predict.terms.facts import Facts, Sums
+from shardwise.predict.terms.instants import ROOT, At
+from shardwise.predict.terms.live import Live, together
+from shardwise.predict.terms.unit_bytes import ITEM_BYTES, UnitBytes
+from shardwise.spec.footprint import Category
+
+
+class Fsdp2Gradients:
+    """Gradients and reductions of one plan."""
+
+    def __init__(self, facts: Facts, sums: Sums) -> None:
+        self.facts, self.sums = facts, sums
+        plan = facts.plan
+        self._ranks = plan.mesh.shard
+        self._several = plan.accumulation_steps > 1
+        self._mode = plan.accumulation_mode if self._several else "reduce_each"
+        # Where sums wait apart from `.grad` (engine.accumulation), two sets of sharded gradients meet.
+        self._apart = self._several and self._mode == "reduce_each" and plan.reduce_scatter.asynchronous
+        self._adds = self._several and self._mode == "reduce_each" and not self._apart
+        self._cast = plan.dtypes.reduce != plan.dtypes.trained_storage
+        self._exchanged = facts.device_type == "cpu" and self._ranks > 1
+        self._buffers = 1 if self._exchanged else plan.reduce_scatter.buffers
+        self._in_flight = plan.reduce_scatter.buffers if self._exchanged and plan.reduce_scatter.asynchronous else 0
+        waits_reduced = self._mode == "defer_all"
+        self._gradient_item = ITEM_BYTES[plan.dtypes.reduce if waits_reduced else plan.dtypes.param]
+        self._shards_place: Category = "offloaded" if facts.offloads else "sharded_gradients"
+
+    def gradients(self, at: At) -> Live:
+        """Return gradients, whole and sharded."""
+        facts, sums = self.facts, self.sums
+        total = sums.gradient_shards[-1] + facts.root.gradient_shards
+        if at.evaluating or at.moment == "step":
+            return {self._shards_place: total}
+        reduced = self._already(at, sums.gradient_shards, facts.root.gradient_shards)
+        if self._mode == "defer_all":
+            kept = sums.kept_gradients[-1] + facts.root.kept_gradients
+            whole = kept - self._already(at, sums.kept_gradients, facts.root.kept_gradients)
+            return {"unsharded_gradients": whole + self._whole_late(at), self._shards_place: reduced}
+        whole = self._whole(at)
+        if self._mode == "defer_replicate":
+            waiting = sums.reduced[-1] + facts.root.reduced - self._already(at, sums.reduced, facts.root.reduced)
+            return {"unsharded_gradients": whole, self._shards_place: reduced + waiting // self._ranks}
+        if self._apart:
+            reduced += total
+        elif self._several:
+            reduced = total
+        return {"unsharded_gradients": whole, self._shards_place: reduced}
+
+    def buffers(self, at: At) -> Live:
+        """Return what reductions hold: their inputs, on CPUs the parts that arrive, and results that wait."""
+        if at.evaluating or at.moment in ("arrival", "forward", "head", "loss", "head_backward", "step"):
+            return {}
+        held = self._states(at) + self._flights(at)
+        if self.facts.plan.mesh.replicate > 1 and self._cast:
+            held += self._already(at, self.sums.reduced, self.facts.root.reduced) // self._ranks
+        if at.moment in ("reduction", "reduced"):
+            held += self._unit(at.unit).reduced
+        if at.moment != "reduced":
+            return {"reduce_scatter_buffers": held}
+        unit = self._unit(at.unit)
+        # Over one rank the input is divided into a copy; between processes every rank's part arrives in one buffer.
+        held += unit.reduced if self._ranks == 1 or self._exchanged else 0
+        # The output becomes the gradients, or is cast to their dtype, or added to those that are there.
+        held += unit.reduced // self._ranks if self._cast or self._adds else 0
+        new = 0 if self._adds and not self._cast else unit.gradient_shards
+        last = unit.last_gradient * self._gradient_item if self._ranks > 1 else 0
+        return together({"reduce_scatter_buffers": held, "unsharded_gradients": last}, {self._shards_place: new})
+
+    def _unit(self, place: int) -> UnitBytes:
+        return self.facts.root if place == ROOT else self.facts.units[place].bytes
+
+    def _already(self, at: At, before: list[int], root: int) -> int:
+        """Return the sum of a figure over the units that are reduced: `before` by place, and the root's."""
+        late = self.facts.late
+        late_one = 0 if late is None else before[late + 1] - before[late]
+        if at.moment in ("arrival", "forward", "head", "loss", "head_backward"):
+            return 0
+        if at.unit == ROOT:
+            return before[-1] - late_one
+        if at.unit == late and at.moment in ("reduction", "reduced"):
+            return before[-1] - late_one + root
+        return before[-1] - before[at.unit + 1]
+
+    def _whole(self, at: At) -> int:
+        """Return whole gradients of units whose reduction is yet to come, but for what `predict.blocks` counts."""
+        late = self.facts.late
+        if at.moment in ("arrival", "forward", "head", "loss", "head_backward"):
+            return 0
+        if at.unit == ROOT:
+            waits = 0 if late is None else self.facts.units[late].bytes.gradients
+            return waits + (self.facts.root.gradients if at.moment == "reduction" else 0)
+        early = 0 if at.unit == late and at.moment in ("reduction", "reduced") else self.facts.early_root_gradients
+        return early + (self.facts.units[at.unit].bytes.gradients if at.moment == "reduction" else 0)
+
+    def _whole_late(self, at: At) -> int:
+        """Return whole gradients beside those that wait, when the reduction is deferred.
+
+        They are added to what waits before the unit is reduced, so only the late unit's are there at the root's.
+        """
+        late, plan = self.facts.late, self.facts.plan
+        if plan.dtypes.reduce == plan.dtypes.param:
+            return 0  # autograd itself adds to what waits
+        if at.moment not in ("return", "backward", "reduction", "reduced"):
+            return 0
+        if at.unit == ROOT:
+            return 0 if late is None else self.facts.units[late].bytes.gradients
+        if at.unit == late and at.moment in ("reduction", "reduced"):
+            return 0
+        return self.facts.early_root_gradients
+
+    def _states(self, at: At) -> int:
+        """Return inputs of earlier reductions that FSDP2 still holds: one, or as many as it may."""
+        past, late, end = self.sums.reduced, self.facts.late, len(self.facts.units)
+        count = self._buffers - (at.moment in ("reduction", "reduced"))
+        if at.unit == ROOT:
+            first = 0 if late is None else late + 1
+            return past[min(end, first + count)] - past[min(end, first)]
+        first = at.unit + 1
+        if at.unit == late and at.moment in ("reduction", "reduced"):
+            rest = past[min(end, first + count - 1)] - past[first] if count > 1 else 0
+            return rest + (self.facts.root.reduced if count else 0)
+        return past[min(end, first + count)] - past[first]
+
+    def _flights(self, at: At) -> int:
+        """Return what reductions on the wire hold on CPUs: input (once, if FSDP2 holds it too) and arriving parts."""
+        if not self._in_flight:
+            return 0
+        past, end = self.sums.reduced, len(self.facts.units)
+        late = self.facts.late
+        first = (0 if late is None else late + 1) if at.unit == ROOT else at.unit + 1
+        flying = past[min(end, first + self._in_flight)] - past[min(end, first)]
+        return 2 * flying - self._states(at)

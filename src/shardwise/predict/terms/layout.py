@@ -1,0 +1,71 @@
+"""From the units of a model to the facts that terms are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.predict.terms.facts import Facts, PlacedUnit
+from shardwise.predict.terms.unit_bytes import UnitBytes
+from shardwise.predict.unit_rows import UnitKind, UnitTensor
+from shardwise.spec.model_spec import ModelSpec
+from shardwise.spec.plan import Plan
+
+
+def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_type: str) -> Facts:
+    """Return a plan's units in bytes, in the order of forward.
+
+    Args:
+        model: The model's shape.
+        kinds: Its units under the plan, the root last.
+        plan: What is decided; units are blocks, and embedding and head where they are their own.
+        device_type: `cuda` or `cpu`.
+    """
+    *inner, root = kinds
+    first: list[PlacedUnit] = []
+    last: list[PlacedUnit] = []
+    by_block: dict[int, PlacedUnit] = {}
+    for kind in inner:
+        placed = _placed(kind, plan)
+        if kind.block_kind is None:
+            (last if kind.row.reshard_after_forward is False and _is_head(kind, model) else first).append(placed)
+        for block in kind.blocks:
+            by_block[block] = placed
+    units = (*first, *(by_block[block] for block in sorted(by_block)), *last)
+    return Facts(
+        plan=plan,
+        device_type="cpu" if device_type == "cpu" else "cuda",
+        units=units,
+        root=UnitBytes.of(root.tensors, plan),
+        early_root_gradients=UnitBytes.of([t for t in root.tensors if not _embeds(t, model)], plan).gradients,
+        late=_late(units, root.tensors, model),
+    )
+
+
+def _placed(kind: UnitKind, plan: Plan) -> PlacedUnit:
+    return PlacedUnit(
+        bytes=UnitBytes.of(kind.tensors, plan),
+        name=kind.row.name,
+        reshards=kind.row.reshard_after_forward,
+        has_backward=kind.row.has_backward,
+        block_kind=kind.block_kind,
+        recomputed=kind.row.checkpointed,
+    )
+
+
+def _is_head(kind: UnitKind, model: ModelSpec) -> bool:
+    return model.head in kind.row.name.split(" + ")
+
+
+def _embeds(tensor: UnitTensor, model: ModelSpec) -> bool:
+    """Whether a parameter of the root gets its gradient at the end of backward: an embedding that is no head too."""
+    if tensor.name.startswith(model.embedding + "."):
+        return not model.tied
+    owner = tensor.name.rpartition(".")[0]
+    return any(module.name == owner and module.kind.endswith("Embedding") for module in model.modules)
+
+
+def _late(units: Sequence[PlacedUnit], root: Sequence[UnitTensor], model: ModelSpec) -> int | None:
+    """Return the place of the first unit that backward reaches, when no gradient flows into its input."""
+    if any(t.trained and (t.name.startswith(model.embedding + ".") or _embeds(t, model)) for t in root):
+        return None
+    return next((place for place, unit in enumerate(units) if unit.has_backward), None)

@@ -1,0 +1,93 @@
+"""The constants of the prediction fitted anew to measured rows, within their bounds: to all sources, or all but one.
+
+What tensors occupy rests on no constant, so rows of `allocated` and `active` have no say. Every source counts the same,
+however many rows it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.predict.constants import ALLOCATOR_BUFFERS, ALLOCATOR_FACTOR, CUDA_CONTEXT, NCCL_CHANNEL, Constant
+from shardwise.trials.figures import TENSORS, Errors, errors
+from shardwise.trials.validate import RowCheck
+
+FITTED: tuple[Constant, ...] = (ALLOCATOR_FACTOR, ALLOCATOR_BUFFERS, CUDA_CONTEXT, NCCL_CHANNEL)
+"""Constants that a published peak depends on."""
+
+ROUNDS = 3
+"""Passes over the constants; each looks at STEPS values of one constant, in a range half as wide as the pass before."""
+STEPS = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """One source, predicted with constants that were fitted without it."""
+
+    source: str
+    """Prefix of its ids."""
+    values: Mapping[str, float]
+    """The constants."""
+    errors: Errors
+    """Its errors with them."""
+
+
+def fit(checks: Sequence[RowCheck]) -> dict[str, float]:
+    """Return the values of the constants, within their bounds, for which the mean error of the sources is smallest.
+
+    Coordinate descent from the values in use. Rows that are not compared, or whose statistic rests on no constant, do
+    not count; where none is left, the values in use come back.
+    """
+    rows = [check for check in checks if _rests_on_constants(check)]
+    best = {constant.name: constant.value for constant in FITTED}
+    if not rows:
+        return best
+    lowest = _mean_error(rows, best)
+    for turn in range(ROUNDS):
+        for constant in FITTED:
+            for value in _values(constant, best[constant.name], turn):
+                tried = {**best, constant.name: value}
+                error = _mean_error(rows, tried)
+                if error < lowest:
+                    best, lowest = tried, error
+    return best
+
+
+def leave_one_out(checks: Sequence[RowCheck]) -> list[LeftOut]:
+    """Return, for every source with rows that rest on constants, its errors with constants fitted to the others."""
+    rows = [check for check in checks if _rests_on_constants(check)]
+    found = []
+    for source in sorted({check.row.family for check in rows}):
+        values = fit([check for check in rows if check.row.family != source])
+        figure = errors([_error(check, values) for check in rows if check.row.family == source])
+        if figure is not None:
+            found.append(LeftOut(source=source, values=values, errors=figure))
+    return found
+
+
+def _rests_on_constants(check: RowCheck) -> bool:
+    memory = check.memory
+    return memory is not None and memory.statistic not in TENSORS
+
+
+def _error(check: RowCheck, values: Mapping[str, float]) -> float:
+    memory, predicted = check.memory, check.predicted
+    assert memory is not None
+    assert predicted is not None
+    return (predicted.gib(memory.statistic, values) - memory.measured) / memory.measured
+
+
+def _mean_error(rows: Sequence[RowCheck], values: Mapping[str, float]) -> float:
+    """Return the mean over sources of the mean absolute relative error."""
+    sources: dict[str, list[float]] = {}
+    for check in rows:
+        sources.setdefault(check.row.family, []).append(abs(_error(check, values)))
+    return sum(sum(errors) / len(errors) for errors in sources.values()) / len(sources)
+
+
+def _values(constant: Constant, around: float, turn: int) -> list[float]:
+    """Return the values of a constant that one pass looks at."""
+    width = (constant.high - constant.low) / 2**turn
+    low, high = max(constant.low, around - width / 2), min(constant.high, around + width / 2)
+    return [low + (high - low) * step / (STEPS - 1) for step in range(STEPS)]

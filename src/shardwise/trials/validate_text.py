@@ -1,0 +1,196 @@
+"""Checked rows as JSON for machines and as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.trials import figures
+from shardwise.trials.figures import Confusion, Errors
+from shardwise.trials.refit import FITTED, LeftOut, leave_one_out
+from shardwise.trials.validate import COMPARED_WITH, GIB, By, RowCheck
+
+WORST = 10
+"""Rows that the text names as furthest off."""
+
+THROUGHPUT = "not predicted: no model of time yet"
+
+
+def as_json(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
+    """Return everything for machines; README of the measurements explains the fields of a row."""
+    return {"rows": [_row(check) for check in checks], "summary": _summary(checks, by)}
+
+
+def _row(check: RowCheck) -> dict[str, Any]:
+    memory = check.memory
+    compared = None
+    if memory is not None:
+        compared = {
+            "predicted": memory.predicted,
+            "measured": memory.measured,
+            "relative_error": memory.relative_error,
+            "statistic": memory.statistic,
+            "headline": memory.headline,
+        }
+    return {
+        "id": check.row.id,
+        "outcome": check.row.measured.outcome,
+        "fits_predicted": check.fits_predicted,
+        "skipped_because": check.skipped_because,
+        "memory": compared,
+        "throughput": None,
+    }
+
+
+def _summary(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
+    return {
+        "by": by,
+        "rows": len(checks),
+        "compared": sum(check.memory is not None for check in checks),
+        "skipped": _skipped(checks),
+        "overall": _errors(figures.of_rows(checks)),
+        "tensors": _errors(figures.of_rows(checks, tensors=True)),
+        "headline_tensors": _errors(figures.of_rows(checks, tensors=True, headline=True)),
+        "headline_others": _errors(figures.of_rows(checks, tensors=False, headline=True)),
+        "by_statistic": {name: asdict(figure) for name, figure in figures.by_statistic(checks).items()},
+        "by_source": {name: asdict(figure) for name, figure in figures.by_source(checks).items()},
+        "leave_one_source_out": [
+            {"source": left.source, "constants": dict(left.values), **asdict(left.errors)}
+            for left in leave_one_out(checks)
+        ],
+        "feasibility": asdict(figures.confusion(checks)),
+        "throughput": THROUGHPUT,
+    }
+
+
+def _errors(figure: Errors | None) -> dict[str, Any] | None:
+    return None if figure is None else asdict(figure)
+
+
+def _skipped(checks: Sequence[RowCheck]) -> dict[str, int]:
+    """Return how many rows were skipped, by reason."""
+    counts: dict[str, int] = {}
+    for check in checks:
+        if check.skipped_because is not None:
+            counts[check.skipped_because] = counts.get(check.skipped_because, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def as_text(checks: Sequence[RowCheck], by: By) -> str:
+    """Return everything for people."""
+    return "\n".join(_lines(checks, by))
+
+
+def _lines(checks: Sequence[RowCheck], by: By) -> Iterator[str]:
+    compared = sum(check.memory is not None for check in checks)
+    yield f"{len(checks)} rows, {compared} with a peak to compare, predicted by {by}"
+    yield ""
+    yield "peak memory, relative error"
+    yield from _error_table(_overall(checks))
+    for title, groups in (("by statistic", figures.by_statistic(checks)), ("by source", figures.by_source(checks))):
+        yield ""
+        yield title
+        yield from _error_table(groups)
+    yield from _leave_one_out(leave_one_out(checks))
+    yield from _headline_reserved(checks)
+    yield ""
+    yield "furthest off"
+    yield from (f"  {line}" for check in figures.worst(checks, WORST) for line in worst_lines(check))
+    yield ""
+    yield from _feasibility(figures.confusion(checks), figures.wrongly_called(checks))
+    yield ""
+    for reason, count in _skipped(checks).items():
+        yield f"skipped {count}: {reason}"
+    yield f"throughput: {THROUGHPUT}"
+
+
+def _overall(checks: Sequence[RowCheck]) -> dict[str, Errors]:
+    named = {
+        "headline, allocated or active": figures.of_rows(checks, tensors=True, headline=True),
+        "headline, others": figures.of_rows(checks, tensors=False, headline=True),
+        "all, allocated or active": figures.of_rows(checks, tensors=True),
+        "all, others": figures.of_rows(checks, tensors=False),
+        "all": figures.of_rows(checks),
+    }
+    return {name: figure for name, figure in named.items() if figure is not None}
+
+
+def _error_table(groups: Mapping[str, Errors]) -> Iterator[str]:
+    width = max((len(name) for name in groups), default=0)
+    yield f"  {'':{width}}  rows  median     p90    bias"
+    for name, figure in groups.items():
+        yield f"  {name:{width}}  {figure.rows:4}  {figure.median:6.1%}  {figure.p90:6.1%}  {figure.bias:+6.1%}"
+
+
+def _leave_one_out(left: Sequence[LeftOut]) -> Iterator[str]:
+    if not left:
+        return
+    yield ""
+    yield "by source, constants fitted without it (statistics that rest on constants)"
+    yield from _error_table({one.source: one.errors for one in left})
+    for one in left:
+        yield f"  {one.source}: {_constants(one.values)}"
+
+
+def _constants(values: Mapping[str, float]) -> str:
+    by_name = {constant.name: constant for constant in FITTED}
+    texts = []
+    for name, value in values.items():
+        text = f"{value / 2**20:.0f} MiB" if by_name[name].unit == "bytes" else f"{value:.3g}"
+        texts.append(f"{name} {text}")
+    return ", ".join(texts)
+
+
+def _headline_reserved(checks: Sequence[RowCheck]) -> Iterator[str]:
+    """Say of every headline row that rests on constants how."""
+    rows = [c for c in checks if c.memory and c.memory.headline and c.memory.statistic not in figures.TENSORS]
+    if rows:
+        yield ""
+        yield "headline rows that rest on constants"
+    for check in rows:
+        assert check.predicted is not None
+        yield f"  {_figures(check)}"
+        terms = ", ".join(f"{term.name} {term.bytes / GIB:.2f}" for term in check.predicted.device.terms)
+        yield f"      {terms} GiB; ALLOCATOR_FACTOR and ALLOCATOR_BUFFERS of predict/constants.py"
+
+
+def _figures(check: RowCheck) -> str:
+    memory = check.memory
+    assert memory is not None
+    return (
+        f"{check.row.id}: {memory.predicted:.2f} GiB predicted, {memory.measured:.2f} {memory.statistic},"
+        f" {memory.relative_error:+.1%}"
+    )
+
+
+def worst_lines(check: RowCheck) -> Iterator[str]:
+    """Yield what a row's prediction consists of, and which of its fields are guesses."""
+    assert check.predicted is not None
+    yield _figures(check)
+    peak = check.predicted.peak
+    parts = sorted(peak.live.items(), key=lambda part: -part[1])
+    sizes = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts[:4] if size)
+    yield f"    {peak.phase.replace('_', ' ')}, {peak.where}: {sizes} GiB"
+    guesses = [name for name in check.row.assumed if name.startswith(("plan.", "lora.", "model."))]
+    if guesses:
+        yield f"    assumed in the row: {', '.join(guesses)}"
+
+
+def _feasibility(table: Confusion, wrong: Sequence[RowCheck]) -> Iterator[str]:
+    yield "does it fit?      called fitting   called out of memory"
+    yield f"  ran             {table.fits_called_fitting:14}   {table.fits_called_oom:20}"
+    yield f"  out of memory   {table.oom_called_fitting:14}   {table.oom_called_oom:20}"
+    for check in wrong:
+        assert check.predicted is not None
+        device = check.predicted.device
+        limit = f" of {device.limit / GIB:.2f}" if device.limit is not None else ""
+        yield (
+            f"  {check.row.id} {check.row.measured.outcome}: {check.predicted.peak.allocated / GIB:.2f} GiB in tensors,"
+            f" {device.total.value / GIB:.2f}{limit} on the card"
+        )
+
+
+def compared_with(statistic: str) -> str:
+    """Return the figure of a prediction that a statistic is held against."""
+    return {str(name): figure for name, figure in COMPARED_WITH.items()}[statistic]
