@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from house.source import ROOT
 from shardwise.cli.main import app
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput
@@ -55,6 +57,26 @@ def test_print_and_json_say_the_same():
     assert content["plan"]["fingerprint"] in text
     assert peak["allocated"] == sum(size for name, size in peak["live"].items() if name != "offloaded")
     assert content["fits"] is True
+
+
+def test_the_page_names_every_key_of_the_json():
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    content = answer(*FITS)
+    rows = answer(*FITS, "--table")["rows"]
+    report = content["reports"][0]
+    parts = (
+        content,
+        content["model"],
+        report,
+        report["footprint"],
+        *report["footprint"]["peaks"],
+        content["advice"][0],
+    )
+    inside = report["footprint"]
+    parts += (inside["device"], inside["device"]["terms"][0], inside["device"]["total"], inside["host"])
+    parts += (inside["largest_buffer"], rows[0], rows[0]["by"]["estimate"])
+    assert not {key for part in parts for key in part} - named
 
 
 def test_a_file_that_names_no_data_is_enough(tmp_path):
@@ -134,6 +156,7 @@ def test_every_strategy_in_one_table():
         (("--model", "gpt2", "--cluster", "2xcpu", "--by", "run"), "model", "folder"),
         (("--cluster", "2xA10"), "model", "hub id"),
         (("no.yaml", "--cluster", "2xA10"), "no.yaml", ""),
+        (("Qwen-7B", "--cluster", "2xA10"), "Qwen-7B", "write --model Qwen-7B"),
         (("--model", "gpt2", "fsdp=full_shard", "stray"), "stray", "key=value"),
     ],
 )
@@ -179,6 +202,24 @@ def test_a_bad_config_json_is_named_with_its_field(tmp_path, change, words):
 def test_a_good_config_json_is_enough(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert run("--model", str(tmp_path), "--cluster", "2xA10", "seq_len=64", "fsdp=full_shard").exit_code == 0
+
+
+def test_the_article_s_case_is_an_example():
+    example = ROOT / "examples" / "qwen-7b-a10.yaml"
+    by_file = answer(str(example))
+    assert by_file["fits"] is True
+    assert (
+        by_file["plan"]["fingerprint"]
+        == answer(
+            *("--model", "qwen-7b", "--cluster", "8xA10", "fsdp=full_shard", "mixed_precision=fp16"),
+            *("use_lora=true", "lora_rank=64", "activation_checkpointing=true"),
+        )["plan"]["fingerprint"]
+    )
+
+
+def test_this_machine_is_the_cluster_where_none_is_named():
+    content = answer("--model", "smollm2-135m", "seq_len=64", "fsdp=full_shard")
+    assert content["cluster"]["host_bytes"] > 0
 
 
 def test_bad_input_ends_with_two_and_one_text():

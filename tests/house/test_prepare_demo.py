@@ -70,7 +70,12 @@ def test_makefile_installs_the_packages_that_the_script_wants(demo):
     assert line.split() == list(demo.DEMO_PACKAGES.values())
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+PLANNED = "qwen-7b-a10.yaml"
+"""Is planned and not run: its model is not here, and it has no data."""
+TRAINED = sorted(path for path in (ROOT / "examples").glob("*.yaml") if path.name != PLANNED)
+
+
+@pytest.mark.parametrize("example", TRAINED, ids=lambda path: path.name)
 def test_examples_are_read_and_use_what_the_script_makes(demo, example):
     from shardwise.spec.reader import read_job
 
@@ -80,9 +85,11 @@ def test_examples_are_read_and_use_what_the_script_makes(demo, example):
     assert job.data.path == str(cache / demo.TRAIN)
 
 
-def test_article_example_is_the_article_and_two_keys():
-    content = yaml.safe_load((ROOT / "examples" / "article.yaml").read_text())
-    del content["model"], content["data"]
+@pytest.mark.parametrize(("example", "added"), [("article.yaml", ("model", "data")), (PLANNED, ("model", "cluster"))])
+def test_an_example_is_the_article_and_two_keys(example, added):
+    content = yaml.safe_load((ROOT / "examples" / example).read_text())
+    for key in added:
+        del content[key]
     assert content == {
         "fsdp": ["full_shard"],
         "mixed_precision": "fp16",

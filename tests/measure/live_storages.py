@@ -47,10 +47,14 @@ def make_units(job: Job, world: int) -> UnitTable:
 
 
 def whole_rows(plan: Plan, rank: int, rows: int | None = None) -> list[Batch]:
-    """One step's micro-batches of full-length rows; `rows` of each, else the plan's."""
-    generator = torch.Generator().manual_seed(data_rank(plan.mesh, rank))
-    shape = (rows or plan.micro_batch, LENGTH)
-    given = [torch.randint(0, VOCAB, shape, generator=generator) for _ in range(plan.accumulation_steps)]
+    """One step's micro-batches of a rank; `rows` of each, else the plan's."""
+    return rows_of(rows or plan.micro_batch, plan.accumulation_steps, seed=data_rank(plan.mesh, rank))
+
+
+def rows_of(rows: int, batches: int, *, seed: int) -> list[Batch]:
+    """Micro-batches of full-length rows."""
+    generator = torch.Generator().manual_seed(seed)
+    given = [torch.randint(0, VOCAB, (rows, LENGTH), generator=generator) for _ in range(batches)]
     return [Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone()) for ids in given]
 
 

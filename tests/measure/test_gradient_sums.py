@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from shardwise.engine.compat import UnsupportedRelease
 from shardwise.measure.allocator_events import allocator_events
 from shardwise.measure.storages import StorageTracker
 
@@ -69,3 +71,10 @@ def test_the_same_memory_and_the_same_gradients(make):
     watched, same = _run(make, tracked=True)
     assert watched == taken
     assert torch.equal(same, gradient)
+
+
+def test_a_release_that_does_not_count_holders_is_refused(monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    with pytest.raises(UnsupportedRelease, match="_storage_Use_Count"):
+        StorageTracker().__enter__()
+    assert not _get_current_dispatch_mode_stack()

@@ -10,8 +10,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from engine.training import backward, one_process_model
 from harness.ranks import run_ranks
-from measure.live_storages import prepare, tracked, wide_job
+from measure.live_storages import prepare, rows_of, tracked, wide_job
 from shardwise.engine.compat import UnsupportedRelease
 from shardwise.engine.compat_fake import FakeTensors, fake_group
 from shardwise.engine.compat_memory import plain_tensors, watch_propagation, watch_units
@@ -213,3 +214,24 @@ def test_a_release_without_what_is_watched_is_refused(monkeypatch):
     monkeypatch.delattr(ShardingPropagator, "_propagate_tensor_meta_non_cached")
     with pytest.raises(UnsupportedRelease, match="_propagate_tensor_meta_non_cached"), watch_propagation(lambda: None):
         pass
+
+
+def test_a_model_that_is_not_sharded(tiny):
+    job = wide_job(tiny)
+    model = one_process_model(job)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    (batch,) = rows_of(2, 1, seed=0)
+    with StorageTracker(model, optimizer) as tracker:
+        tracker.add([batch.input_ids, batch.attention_mask, batch.labels], "inputs")
+        backward(model, batch, 10.0)
+        optimizer.step()
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    found = {instant.phase: dict(instant.live) for instant in peaks(tracker.segments())}
+    assert {*found["backward"]} <= {
+        *("sharded_parameters", "sharded_gradients", "activations", "logits_and_loss", "temporaries"),
+        *("buffers", "inputs"),
+    }
+    assert found["forward"]["activations"] > 0
+    assert found["forward"]["sharded_parameters"] == found["optimizer_step"]["sharded_gradients"] == weights
+    states = found["optimizer_step"]["optimizer_states"]
+    assert states == pytest.approx(2 * weights, abs=1024)

@@ -105,6 +105,22 @@ def test_frozen_weights_rest_as_the_configuration_says():
     assert planned("llama-7b").plan.dtypes.frozen_storage is None
 
 
+def test_an_evaluation_counts_where_rows_are_held_out():
+    phases = [
+        {instant.phase for instant in by_estimate(planned("gpt2", "seq_len=64", *settings)).footprint.peaks}
+        for settings in ((), ("data=d.jsonl",), ("data={path: d.jsonl, held_out: 0.1}",))
+    ]
+    assert ["evaluation" in names for names in phases] == [False, False, True]
+
+
+def test_units_inside_a_block_have_no_formula():
+    for wrap in ("LlamaMLP", "[LlamaDecoderLayer, LlamaMLP]", "LlamaRMSNorm"):
+        with pytest.raises(BadInput, match="use --by trace"):
+            by_estimate(planned("smollm2-135m", "seq_len=32", f"units.wrap={wrap}"))
+    whole = by_estimate(planned("smollm2-135m", "seq_len=32", "units.wrap=LlamaDecoderLayer", "units.head=own"))
+    assert whole.footprint.peak == by_estimate(planned("smollm2-135m", "seq_len=32", "units.head=own")).footprint.peak
+
+
 def test_rules_without_a_model_are_asked():
     with pytest.raises(BadInput, match="splits it"):
         planned("gpt2", "loss_head=fused", "mesh.tensor=2")

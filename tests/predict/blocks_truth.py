@@ -20,8 +20,15 @@ from shardwise.engine.loss_head import install_loss_head, token_loss
 from shardwise.spec.method import Lora
 from shardwise.spec.plan import Plan
 
-KERNELS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention_for_cpu")
-"""Operations whose own scratch memory on a CPU is not the computation's."""
+KERNELS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::mul",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Operations whose own scratch memory on a CPU is not the computation's: packed operands, operands in another dtype."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -236,7 +236,9 @@ def all_cases() -> list[Case]:
         # accumulation
         case("accumulate", "llama", A100, accumulation_steps=4, **FULL),
         case("defer all", "llama", A100, accumulation_steps=4, accumulation_mode="defer_all", **FULL, **CHUNKED),
-        case("defer all, bf16", "llama-mha", A100, accumulation_steps=3, accumulation_mode="defer_all", dtypes=bf16_all),
+        case(
+            "defer all, bf16", "llama-mha", A100, accumulation_steps=3, accumulation_mode="defer_all", dtypes=bf16_all
+        ),
         case(
             "defer replicas",
             "llama",
@@ -255,7 +257,6 @@ def all_cases() -> list[Case]:
         case("foreach", "mistral", A100, optimizer_implementation="foreach", **FULL, **CHUNKED, seq_len=1024),
         case("for loop", "mistral", A100, optimizer_implementation="for_loop", **FULL, **CHUNKED),
         case("sgd", "llama", A100, optimizer="sgd", optimizer_implementation="foreach", **FULL),
-        case("adamw 8 bit", "llama", A100, optimizer="adamw_8bit", optimizer_implementation="foreach", **FULL),
         # units of their own
         case("own ends", "llama", A100, units=Units(embedding="own", head="own"), **FULL, **CHUNKED),
         case("own embedding", "llama-mha", A100, units=Units(embedding="own"), **FULL),
@@ -287,8 +288,8 @@ def all_cases() -> list[Case]:
         case("gpt2, replicas", "gpt2", A100, seq_len=1024, **replicas(8)),
         case("gemma", "gemma", A100),
         case("gemma, full", "gemma", A100, **FULL, **CHUNKED),
-        case("gemma2", "gemma2", A100),
-        case("gemma2, full", "gemma2", A100, **FULL, **CHUNKED),
+        case("gemma2", "gemma2", A100, attention="eager"),
+        case("gemma2, full", "gemma2", A100, attention="eager", **FULL, **CHUNKED),
         case("mistral", "mistral", A100, seq_len=4096),
         case("mistral, eager attention", "mistral", A100, attention="eager", seq_len=1024),
         case("padded rows", "llama", A100, padded=True, micro_batch=2, **CHUNKED),
@@ -340,9 +341,7 @@ def compare(one: Case) -> Difference:
     """Estimate and trace one configuration."""
     estimated = estimate(one.workload, one.plan, one.cluster).footprint
     traced = trace(one.workload, one.plan, one.cluster).footprint
-    return Difference(
-        name=one.name, traced=traced.peak, estimated=estimated.peak, phases=_by_phase(estimated, traced)
-    )
+    return Difference(name=one.name, traced=traced.peak, estimated=estimated.peak, phases=_by_phase(estimated, traced))
 
 
 def _by_phase(estimated: Footprint, traced: Footprint) -> dict[str, float]:

@@ -135,6 +135,7 @@ def _step(model, optimizer, rows) -> None:
     loss = torch.nn.functional.cross_entropy(logits.view(-1, MODEL.vocab), labels[:, 1:].reshape(-1))
     del logits
     loss.backward()
+    del loss
     optimizer.step()
     optimizer.zero_grad()
 

@@ -60,13 +60,24 @@ def units() -> UnitTable:
     return UnitTable(rows=(row,))
 
 
-def footprint(*, backward: float = 10.0, limit: float | None = 22.0, total: tuple[float, float, float] | None = None):
+def interval(low: float, value: float, high: float) -> Interval:
+    """An interval in GiB."""
+    return Interval(low=int(low * GIB), value=int(value * GIB), high=int(high * GIB))
+
+
+def footprint(
+    *,
+    backward: float = 10.0,
+    limit: float | None = 22.0,
+    total: tuple[float, float, float] | None = None,
+    needed: tuple[float, float, float] | None = None,
+) -> Footprint:
     """A peak of `backward` GiB at block 2, of which 0.5 GiB lie on the host besides."""
     low, value, high = total or (backward + 1, backward + 2, backward + 3)
     device = DeviceMemory(
-        reserved=Interval(low=int((low - 1) * GIB), value=int((value - 1) * GIB), high=int((high - 1) * GIB)),
-        total=Interval(low=int(low * GIB), value=int(value * GIB), high=int(high * GIB)),
-        needed=Interval(low=int(low * GIB), value=int(value * GIB), high=int(high * GIB)),
+        reserved=interval(low - 1, value - 1, high - 1),
+        total=interval(low, value, high),
+        needed=interval(*(needed or (low, value, high))),
         terms=(
             Term(name="live tensors", bytes=int(backward * GIB), source="estimated"),
             Term(name="CUDA context", bytes=GIB // 2, source="measured"),

@@ -38,7 +38,18 @@ def advice(setting: str, lowers: float, *, fits: bool = False) -> Advice:
         (footprint(), "It fits: 12.00 of 22.00 GiB on each card, 10.00 GiB to spare.", True),
         (
             footprint(total=(20, 21.5, 23)),
-            "It should fit, but not surely: 21.50 of 22.00 GiB on each card, and up to 23.00 GiB is possible.",
+            "It should fit, but not surely: 21.50 of 22.00 GiB are needed on each card, and 23.00 GiB are possible.",
+            True,
+        ),
+        (
+            footprint(total=(20, 22, 25), needed=(18, 19, 20)),
+            "It fits, tightly: 19.00 of 22.00 GiB are needed on each card, but PyTorch's allocator has to give memory "
+            "back and try again, which is slow.",
+            True,
+        ),
+        (
+            footprint(total=(17, 18, 24), needed=(15, 16, 17)),
+            "It fits: 18.00 of 22.00 GiB on each card, 4.00 GiB to spare.",
             True,
         ),
         (

@@ -88,8 +88,17 @@ def read_planned_job(given: Sequence[str], *, model: str | None, cluster: str | 
 
     words = list(given)
     file = Path(words.pop(0)) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
+    if file is not None and not file.exists():
+        _refuse_model_as_file(str(file))
     words += [f"{key}={json.dumps(value)}" for key, value in (("model.path", model), ("cluster", cluster)) if value]
     return read_job(file, words, needs_data=False)
+
+
+def _refuse_model_as_file(word: str) -> None:
+    from shardwise.catalogue.models import model_names
+
+    if word.lower() in {name.lower() for name in model_names()}:
+        raise BadInput(Problem(field=word, reason="is a model, not a file", fix=f"write --model {word}"))
 
 
 def _planned(job: Job) -> Planned:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.engine.compat import is_view_of_parameter
+from shardwise.engine.compat import is_plain, is_view_of_parameter
 
 SMALLEST = 1024
 """Storages of fewer bytes stay on the device."""
@@ -125,7 +125,7 @@ class _Around:
 
     def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared = [*_tensors((args[1:], kwargs)), *block.buffers()]
-        trip = self.offload.begin({_identity(tensor.untyped_storage()) for tensor in shared})
+        trip = self.offload.begin({identity(tensor.untyped_storage()) for tensor in shared})
         hooks = saved_tensors_hooks(trip.pack, trip.unpack)
         hooks.__enter__()
         self.open.append((trip, hooks))
@@ -137,15 +137,16 @@ class _Around:
             trip.depart()
 
 
-def _identity(storage: torch.UntypedStorage) -> StorageWeakRef:
+def identity(storage: torch.UntypedStorage) -> StorageWeakRef:
     """A key that is equal for one storage however tensors look at it, and stays its own after the storage is freed."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in nested tuples, lists and dicts."""
-    if type(value) is torch.Tensor:
-        yield value
+    if isinstance(value, torch.Tensor):
+        if is_plain(value):
+            yield value
     elif isinstance(value, tuple | list):
         for element in value:
             yield from _tensors(element)
@@ -196,8 +197,8 @@ class _Trip:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         """What autograd keeps in the place of `tensor`."""
         storage = tensor.untyped_storage()
-        key = _identity(storage)
-        plain = type(tensor) is torch.Tensor and not is_view_of_parameter(tensor)
+        key = identity(storage)
+        plain = is_plain(tensor) and not is_view_of_parameter(tensor)
         if not plain or storage.nbytes() < SMALLEST or key in self.stays:
             return tensor.detach()  # with its history, an output would keep its own graph alive
         cargo = self.cargo.get(key)

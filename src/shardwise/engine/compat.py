@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -343,6 +344,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def is_view_of_parameter(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor looks at a parameter's memory, as the transposed weight that a linear layer saves does."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but memory and a shape: no parameter and no subclass; fake ones are."""
+    return type(tensor) in (torch.Tensor, FakeTensor)
 
 
 def all_gather(

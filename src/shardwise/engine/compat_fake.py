@@ -49,6 +49,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Run an operator on fake tensors."""
         if func is self._waits:
             return args[0]  # a collective that is waited for gives its own result; FakeTensorMode makes another
+        if any(isinstance(arg, torch.UntypedStorage) for arg in args):
+            with replaced(self, "cache_enabled", False):  # the cache would keep the storage
+                return super().dispatch(func, types, args, kwargs or {})
         try:
             result = super().dispatch(func, types, args, kwargs or {})
         except DataDependentOutputException:

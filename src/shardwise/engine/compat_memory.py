@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from shardwise.engine.compat import CheckpointWrapper, _param_groups, replaced
+from shardwise.engine.compat import CheckpointWrapper, UnsupportedRelease, _param_groups, replaced
 
 Moment = Literal["gather", "copy_out", "hold", "reshard", "post_backward", "reduce"]
 """What FSDP2 is doing: gathering a unit; waiting for it and copying it out; making memory for what is copied out;
@@ -145,7 +145,12 @@ def holders(args: tuple[Any, ...]) -> tuple[int, ...]:
 
     Equal counts from the same place in the code mean equally many holders elsewhere (`Tensor._use_count`,
     `_storage_Use_Count`).
+
+    Raises:
+        UnsupportedRelease: torch does not say.
     """
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        raise UnsupportedRelease(f"torch {torch.__version__} has no _storage_Use_Count")
     storage = args[0].untyped_storage()
     return (
         args[0]._use_count(),

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.shards import local
 
+T = TypeVar("T")
+
 COUNTER = "step"
 """Key of the update counter, which every optimizer keeps as one fp32 number."""
 
@@ -134,11 +136,12 @@ class RestingOptimizer(torch.optim.Optimizer):
                 self.state[parameter][key] = resting
 
 
-T = TypeVar("T")
+def buckets(items: Iterable[T], elements_of: Callable[[T], int], limit: int | None = None) -> Iterator[list[T]]:
+    """Yield consecutive items that together have at most `limit` elements, or one item that has more.
 
-
-def buckets(items: Iterable[T], elements_of: Callable[[T], int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[T]]:
-    """Yield consecutive items that together have at most `limit` elements, or one item that has more."""
+    `limit` is BUCKET_ELEMENTS by default.
+    """
+    limit = BUCKET_ELEMENTS if limit is None else limit
     bucket: list[T] = []
     elements = 0
     for item in items:

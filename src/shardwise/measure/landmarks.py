@@ -41,7 +41,6 @@ class Landmarks:
         self.pinned = False
         """The phase is given by the caller."""
         self._stack = ExitStack()
-        self._model: nn.Module | None = None
         self._places: dict[int, str] = {}
         self._known_groups: set[int] = set()
         self._gathered_groups: set[int] = set()
@@ -72,7 +71,6 @@ class Landmarks:
         Raises:
             BadInput: a model without blocks.
         """
-        self._model = model
         self._hold(model)
         blocks = find_blocks(model)
         name = base_name(blocks.name)

@@ -77,7 +77,7 @@ __all__ = ["Key", "Piece", "Segment", "StorageLog", "StorageTracker", "peaks"]
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that follows the storages of what runs inside it; nothing stays installed."""
+    """A context manager that follows the storages of what runs inside it, once; nothing stays installed."""
 
     supports_higher_order_operators = True
     """Recomputed blocks are one operator of torch.compile's."""
@@ -115,13 +115,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 self.watch_optimizer(optimizer)
             super().__enter__()  # type: ignore[no-untyped-call]
+            stack.push(super().__exit__)
+            with self._unseen():
+                self._sums.learn()
             self._stack = stack.pop_all()
-        with self._unseen():
-            self._sums.learn()
         return self
 
     def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
         self._stack.close()
 
     @property

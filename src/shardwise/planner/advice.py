@@ -179,7 +179,7 @@ def _buffers(plan: Plan) -> Iterator[Change]:
     for way in ("forward", "backward"):
         depth = getattr(plan.prefetch, way)
         if depth > 0:
-            does = f"weights of {depth - 1} instead of {depth} units are gathered ahead in {way}"
+            does = f"{depth - 1 or 'no'} instead of {depth} {'unit' if depth == 1 else 'units'} gathered ahead in {way}"
             costs = "gathers may not hide behind computation"
             yield Change(settings=(f"prefetch.{way}={depth - 1}",), does=does, costs=costs)
     if plan.reduce_scatter.buffers > 1:
@@ -214,6 +214,13 @@ def _dtypes(plan: Plan) -> Iterator[Change]:
         yield Change(settings=("optimizer_implementation=fused",), does=does, costs="nothing on GPUs")
 
 
+_OFFLOADED = {
+    "optimizer": "optimizer states",
+    "parameters": "shards of weights, gradients and optimizer states",
+    "activations": "activations",
+}
+
+
 def _offload(plan: Plan) -> Iterator[Change]:
     kept = [part for part in ("optimizer", "parameters", "activations") if getattr(plan.offload, part)]
     for part, costs in (
@@ -223,6 +230,5 @@ def _offload(plan: Plan) -> Iterator[Change]:
     ):
         if part not in kept:
             words = ", ".join([*kept, part])
-            does = {"parameters": "shards of weights, gradients and optimizer states"}.get(part, part)
             setting = f"offload=[{words}]" if kept else f"offload={part}"
-            yield Change(settings=(setting,), does=f"{does} in host memory", costs=costs)
+            yield Change(settings=(setting,), does=f"{_OFFLOADED[part]} in host memory", costs=costs)

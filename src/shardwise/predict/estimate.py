@@ -9,6 +9,8 @@ to what the computation holds (`blocks`); the highest of a phase is its peak.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardwise.predict.blocks import computation
 from shardwise.predict.terms.assembly import Assembly, highest, live_at, peak, where
 from shardwise.predict.terms.largest import largest_buffer
@@ -16,6 +18,8 @@ from shardwise.predict.terms.live import Live
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import PHASES, Footprint, Instant, Phase
 from shardwise.spec.plan import Plan
+from shardwise.spec.plan_rules import broken_rules
+from shardwise.spec.problems import BadInput
 from shardwise.spec.report import Report
 from shardwise.spec.runtime import Runtime
 from shardwise.spec.workload import Workload
@@ -25,11 +29,12 @@ SHARDWISE = Runtime()
 
 
 def estimate(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime = SHARDWISE) -> Report:
-    """Return the memory of a plan on rank 0 by formula.
+    """Return what tensors of rank 0 occupy under a plan; `machine_memory` adds what card and host hold beside.
 
     Raises:
         BadInput: a model or a layout that no formula describes; `trace` takes those too.
     """
+    _check(plan, cluster, runtime)
     step = _assembly(workload, cluster, runtime).step(plan)
     loaded: Live = {name: size for name, size in step.sharding.resting.items() if name != "optimizer_states"}
     loaded["temporaries"] = step.workspace
@@ -39,7 +44,8 @@ def estimate(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime 
     footprint = Footprint(
         peaks=tuple(peaks[phase] for phase in PHASES if phase in peaks), largest_buffer=largest_buffer(step, workload)
     )
-    return Report(instrument="estimate", plan=plan, footprint=footprint)
+    notes = tuple(_notes(workload, plan, cluster, runtime))
+    return Report(instrument="estimate", plan=plan, footprint=footprint, notes=notes)
 
 
 def estimate_peak(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime = SHARDWISE) -> int:
@@ -50,7 +56,34 @@ def estimate_peak(workload: Workload, plan: Plan, cluster: Cluster, runtime: Run
     Raises:
         BadInput: as `estimate`.
     """
+    _check(plan, cluster, runtime)
     return peak(_assembly(workload, cluster, runtime).step(plan))
+
+
+def _check(plan: Plan, cluster: Cluster, runtime: Runtime) -> None:
+    """Refuse what no plan of shardwise can be; other programs have limits of their own.
+
+    Raises:
+        BadInput: naming it.
+    """
+    if runtime is not SHARDWISE and runtime != SHARDWISE:
+        return
+    problems = list(broken_rules(plan, cluster.device_type))
+    if problems:
+        raise BadInput(problems)
+
+
+def _notes(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime) -> Iterator[str]:
+    if cluster.gpu is not None:
+        yield f"by formula, with the kernels of {cluster.gpu.name}"
+    if plan.optimizer == "sgd":
+        yield "sgd is taken to have momentum, which is one state"
+    if plan.optimizer == "adamw_8bit":
+        yield "torchao's compiled update of 8-bit states is taken to hold two fp32 copies of one shard, as on a CPU"
+    if plan.compile or runtime.compiled:
+        yield "compiled blocks are taken to save what their matrix products and attention need"
+    if any(kind.mlp.experts for kind in workload.model.kinds):
+        yield "experts by grouped matrix products, whose memory does not depend on which tokens go where"
 
 
 _REMEMBERED = 64

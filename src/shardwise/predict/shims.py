@@ -6,6 +6,7 @@ AdamW, which has no temporaries on either; the foreach lists of AdamW and of cli
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.engine import activation_offload, loss_head, resting_state
 from shardwise.engine.compat import replaced
@@ -175,7 +177,8 @@ def _fused_loss(_: Traced) -> Iterator[None]:
 
 @contextmanager
 def _workspace(place: Traced) -> Iterator[None]:
-    place.tracker.stand_in(HANDLES * workspace_bytes(place.gpu), "temporaries", "matrix product workspace")
+    for _ in range(HANDLES):
+        place.tracker.stand_in(workspace_bytes(place.gpu), "temporaries", "matrix product workspace")
     yield
 
 
@@ -225,7 +228,18 @@ class _Trips:
 
 @contextmanager
 def _activations(place: Traced) -> Iterator[None]:
-    with replaced(activation_offload, "side_stream", lambda device: _Trips(place.tracker)):
+    numbers, further = WeakIdKeyDictionary(), itertools.count()
+
+    def number(storage: torch.UntypedStorage) -> int:
+        """The engine's own key is a weak reference below Python, which would hide a storage's death."""
+        if storage not in numbers:
+            numbers[storage] = next(further)
+        return cast(int, numbers[storage])
+
+    with (
+        replaced(activation_offload, "identity", number),
+        replaced(activation_offload, "side_stream", lambda device: _Trips(place.tracker)),
+    ):
         yield
 
 

@@ -21,7 +21,7 @@ from shardwise.predict.fake import FakeRank, fake_rank
 from shardwise.predict.shims import Shim, shims_of
 from shardwise.predict.trace_run import Observed, bucket_at_full_depth, observe
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.footprint import PHASES, Category, Footprint, LargestBuffer
+from shardwise.spec.footprint import PHASES, Category, Footprint, Instant, LargestBuffer
 from shardwise.spec.plan import Plan
 from shardwise.spec.plan_rules import broken_rules
 from shardwise.spec.problems import BadInput, Problem
@@ -31,25 +31,33 @@ from shardwise.spec.workload import Workload
 USE_ESTIMATE = "use the estimate"
 
 
-def trace(workload: Workload, plan: Plan, cluster: Cluster) -> Report:
+def trace(workload: Workload, plan: Plan, cluster: Cluster, *, wrapped: bool = True) -> Report:
     """Return what tensors of rank 0 occupy under a plan; `machine_memory` adds what card and host hold beside.
+
+    Args:
+        workload: What is computed.
+        plan: How it is laid out.
+        cluster: What the plan is for.
+        wrapped: By FSDP2, as training does it. False: one process with the plain model, as other programs run it, whose
+            weights are stored in the dtype that it computes in.
 
     Raises:
         BadInput: the plan cannot be laid out on this model, or not be traced, with the reason.
         RuntimeError: this process has a process group.
     """
-    check(plan, cluster)
+    check(plan, cluster, wrapped=wrapped)
     tracer = _Tracer(
         workload=workload,
         plan=plan.model_copy(update={"compile": False}),
         cluster=cluster,
         shims=shims_of(plan, cluster),
         depths=depths_of(workload.model.blocks, plan),
+        wrapped=wrapped,
     )
     with fake_rank(plan.mesh, padded=_masked(workload, plan)) as rank:
         seen = tracer.run(rank)
     order = {phase: place for place, phase in enumerate(PHASES)}
-    highest = sorted(peaks(seen.segments), key=lambda instant: order[instant.phase])
+    highest = sorted(map(_named, peaks(seen.segments)), key=lambda instant: order[instant.phase])
     return Report(
         instrument="trace",
         plan=plan,
@@ -58,7 +66,12 @@ def trace(workload: Workload, plan: Plan, cluster: Cluster) -> Report:
     )
 
 
-def check(plan: Plan, cluster: Cluster) -> None:
+def _named(instant: Instant) -> Instant:
+    """Leave out what there is none of."""
+    return replace(instant, live={category: size for category, size in instant.live.items() if size})
+
+
+def check(plan: Plan, cluster: Cluster, *, wrapped: bool = True) -> None:
     """Refuse what cannot be, and what cannot be traced.
 
     Raises:
@@ -68,6 +81,13 @@ def check(plan: Plan, cluster: Cluster) -> None:
     if plan.optimizer == "adamw_8bit":
         reason = "cannot be traced: torchao compiles its update, which fake tensors do not go through"
         problems.append(Problem(field="optimizer", value=plan.optimizer, reason=reason, fix=USE_ESTIMATE))
+    if not wrapped and plan.mesh.world > 1:
+        reason = "is one process where the model is not wrapped"
+        problems.append(Problem(field="mesh", value=plan.mesh.world, reason=reason, allowed="1"))
+    stored = {plan.dtypes.trained_storage, plan.dtypes.frozen_storage or plan.dtypes.param}
+    if not wrapped and stored != {plan.dtypes.param}:
+        reason = "weights have to be stored in the dtype of the computation where the model is not wrapped"
+        problems.append(Problem(field="dtypes.param", value=plan.dtypes.param, reason=reason))
     if problems:
         raise BadInput(problems)
 
@@ -96,6 +116,7 @@ class _Tracer:
     cluster: Cluster
     shims: Sequence[Shim]
     depths: Depths
+    wrapped: bool
 
     def run(self, rank: FakeRank) -> _Seen:
         """Trace as few blocks as say what all need; all of them where two depths do not compare."""
@@ -122,7 +143,15 @@ class _Tracer:
 
     def _observe(self, rank: FakeRank, blocks: Sequence[int] | None) -> Observed:
         try:
-            return observe(self.workload, self.plan, self.cluster, rank=rank, shims=self.shims, blocks=blocks)
+            return observe(
+                self.workload,
+                self.plan,
+                self.cluster,
+                rank=rank,
+                shims=self.shims,
+                blocks=blocks,
+                wrapped=self.wrapped,
+            )
         except (BadInput, UnsupportedRelease):
             raise
         except Exception as error:

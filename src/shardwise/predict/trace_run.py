@@ -13,9 +13,11 @@ from shardwise.engine import scaler as scaling
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.adapters import init_adapters
 from shardwise.engine.apply import apply, units
+from shardwise.engine.blocks import find_blocks
+from shardwise.engine.checkpointing import wrap_blocks
 from shardwise.engine.clip import clip_gradients
 from shardwise.engine.load import skeleton_of
-from shardwise.engine.loss_head import token_loss
+from shardwise.engine.loss_head import install_loss_head, token_loss
 from shardwise.engine.micro_batch import run_micro_batch
 from shardwise.engine.model_spec import config_of
 from shardwise.engine.optimizer import build_optimizer
@@ -62,6 +64,7 @@ def observe(
     rank: FakeRank,
     shims: Sequence[Shim],
     blocks: Sequence[int] | None,
+    wrapped: bool = True,
 ) -> Observed:
     """Trace a model that has only some of its blocks.
 
@@ -72,11 +75,12 @@ def observe(
         rank: This rank of a world that is not there.
         shims: What is different on the cluster's devices.
         blocks: Numbers of the blocks; None: all.
+        wrapped: By FSDP2; False: the plain model of one process.
 
     Raises:
         BadInput: the plan cannot be laid out on this model.
     """
-    model = _sharded(workload, plan, cluster, rank, blocks)
+    model = _sharded(workload, plan, cluster, rank, blocks, wrapped=wrapped)
     tracker = StorageTracker()
     run = _Run(workload=workload, plan=plan, cluster=cluster, rank=rank, model=model, tracker=tracker)
     with rank.tensors, tracker, as_on(cluster, shims, tensors=rank.tensors, tracker=tracker):
@@ -101,9 +105,15 @@ def _at_rest(last: Segment) -> Segment:
 
 
 def _sharded(
-    workload: Workload, plan: Plan, cluster: Cluster, rank: FakeRank, blocks: Sequence[int] | None
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    rank: FakeRank,
+    blocks: Sequence[int] | None,
+    *,
+    wrapped: bool = True,
 ) -> nn.Module:
-    """Return the model on the meta device, laid out as training lays it out."""
+    """Return the model on the meta device, laid out as training lays it out, or not wrapped."""
     frozen = plan.dtypes.frozen_storage
     skeleton = skeleton_of(
         config_of(workload.model),
@@ -114,7 +124,11 @@ def _sharded(
         tensor=plan.mesh.tensor,
         blocks=blocks,
     )
-    apply(skeleton.model, plan, rank.mesh, device_type=cluster.device_type)
+    if wrapped:
+        apply(skeleton.model, plan, rank.mesh, device_type=cluster.device_type)
+    else:
+        install_loss_head(skeleton.model, plan)
+        wrap_blocks(find_blocks(skeleton.model).modules, plan.activation_checkpointing)
     return skeleton.model
 
 

@@ -101,19 +101,21 @@ def verdict_words(answer: PlanAnswer) -> str:
 
 
 def _card_verdict(device: DeviceMemory, limit: int) -> str:
-    total = device.total
-    of = f"{gib(total.value)} of {gib(limit)} GiB"
+    total, needed = device.total, device.needed
     if not device.fits:
-        needed = f"{gib(device.needed.value)} of {gib(limit)} GiB, {gib(device.needed.value - limit)} GiB too much"
-        return f"It does not fit: each card would need {needed}."
-    if device.tight:
-        spare = gib(limit - device.needed.value)
-        return (
-            f"It fits, tightly: PyTorch's allocator has to give memory back and try again, with {spare} GiB to spare."
+        missing = f"{gib(needed.value)} of {gib(limit)} GiB, {gib(needed.value - limit)} GiB too much"
+        return f"It does not fit: each card would need {missing}."
+    if needed.high > limit:
+        most = (
+            f"{gib(needed.value)} of {gib(limit)} GiB are needed on each card, and {gib(needed.high)} GiB are possible"
         )
-    if total.high > limit:
-        return f"It should fit, but not surely: {of} on each card, and up to {gib(total.high)} GiB is possible."
-    return f"It fits: {of} on each card, {gib(limit - total.value)} GiB to spare."
+        return f"It should fit, but not surely: {most}."
+    if device.tight:
+        spare = f"{gib(needed.value)} of {gib(limit)} GiB are needed on each card"
+        return (
+            f"It fits, tightly: {spare}, but PyTorch's allocator has to give memory back and try again, which is slow."
+        )
+    return f"It fits: {gib(total.value)} of {gib(limit)} GiB on each card, {gib(limit - total.value)} GiB to spare."
 
 
 def peak_words(footprint: Footprint) -> Iterator[str]:

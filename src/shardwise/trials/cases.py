@@ -1,48 +1,35 @@
 """From a measured row to what the instruments take: a workload, a plan, a cluster and the program that ran it.
 
-What a row does not say is taken as programs of its kind have it; the rules are here, one function each, and read
-nothing but the row's fields: never its id, its source or its notes.
+A row's fields are read alone: never its id, its source or its notes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from shardwise.catalogue.clusters import find_gpu
 from shardwise.catalogue.dimensions import model_from_dimensions
 from shardwise.predict.blocks.families import FAMILIES
-from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import LossHead, Mesh, Offload, OptimizerKind, Prefetch, ReduceScatter, StrategyName
+from shardwise.spec.cluster import Cluster, Gpu, Sourced
 from shardwise.spec.method import Lora
 from shardwise.spec.model_spec import ModelSpec
-from shardwise.spec.plan import Dtypes, Plan
+from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput
-from shardwise.spec.runtime import Runtime, Sharding
-from shardwise.spec.strict import Dtype
+from shardwise.spec.runtime import Runtime
 from shardwise.spec.workload import Workload
-from shardwise.trials.measured import MeasuredDtype, MeasuredLora, MeasuredPlan, MeasuredRow
-
-T = TypeVar("T")
+from shardwise.trials.measured import MeasuredLora, MeasuredRow
+from shardwise.trials.measured_plan import plan_of, runtime_of, stated
 
 LORA_DROPOUT = 0.05
 """Rows do not say it; published recipes have 0.05 or 0.1, and any is the same in memory."""
 
+UNKNOWN_BYTES = 2**60
+"""Memory of a card that the catalogue does not know: what fits on it cannot be said."""
+
 RANK = 16
 """Rank of adapters where it is not stated."""
-
-LOGITS_AS_THEY_ARE = ("gpt2", "gpt_bigcode", "gpt_neox", "opt", "bloom", "falcon", "mpt")
-"""Classes whose loss, in transformers 4, takes logits in the dtype of the computation; others turn them into fp32."""
-
-_CHECKPOINTING = {"none": "none", "full": "full", "selective_op": "selective", "every_2": "every_2", "unknown": "none"}
-
-_ATTENTION: dict[str, Literal["sdpa", "eager", "flash_attention_2"]] = {
-    "flash": "flash_attention_2",
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "unknown": "sdpa",
-}
 
 _PARTS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -71,6 +58,11 @@ class Case:
     runtime: Runtime
     """The program."""
 
+    @property
+    def knows_card(self) -> bool:
+        """Whether the catalogue knows what the card holds."""
+        return self.cluster.gpu is not None and self.cluster.gpu.usable.bytes < UNKNOWN_BYTES
+
 
 class Skipped(Exception):
     """Why a row cannot be predicted."""
@@ -90,10 +82,10 @@ def case_of(row: MeasuredRow) -> Case:
     except BadInput as error:
         raise Skipped("; ".join(problem.reason for problem in error.problems)) from error
     lora = _lora(row.lora, model)
-    runtime = _runtime(row, model)
+    runtime = runtime_of(row, model)
     return Case(
-        workload=Workload(model=model, seq_len=_stated(plan.seq_len), lora=lora, held_out=False),
-        plan=_plan(row, runtime),
+        workload=Workload(model=model, seq_len=stated(plan.seq_len), lora=lora, held_out=False),
+        plan=plan_of(row, runtime),
         cluster=cluster,
         runtime=runtime,
     )
@@ -125,12 +117,6 @@ def _refuse(row: MeasuredRow) -> None:
         raise Skipped("weights stored in fp8")
 
 
-def _stated(value: T | None) -> T:
-    """Return a value that `_refuse` has seen to be stated."""
-    assert value is not None
-    return value
-
-
 def _model(row: MeasuredRow) -> ModelSpec:
     """Return the shape, by the class of transformers that comes nearest: the model's own, where there is a formula."""
     spec = _of_dimensions(row, row.model.name)
@@ -143,14 +129,14 @@ def _of_dimensions(row: MeasuredRow, name: str | None) -> ModelSpec:
     """Return a model of a row's sizes; `name` may mean a class that knows more than sizes say."""
     given, learned = row.model, bool(row.model.learned_positions)
     return model_from_dimensions(
-        layers=_stated(given.layers),
-        hidden=_stated(given.hidden),
-        heads=_stated(given.heads),
+        layers=stated(given.layers),
+        hidden=stated(given.hidden),
+        heads=stated(given.heads),
         kv_heads=given.kv_heads,
         head_dim=given.head_dim,
-        ffn=_stated(given.ffn),
-        vocab=_stated(given.vocab),
-        mlp=_stated(given.mlp),
+        ffn=stated(given.ffn),
+        vocab=stated(given.vocab),
+        mlp=stated(given.mlp),
         tied=bool(given.tied_embeddings),
         learned_positions=learned,
         max_positions=row.plan.seq_len if learned else None,
@@ -173,17 +159,17 @@ def _as_rows_mean(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(row: MeasuredRow) -> Cluster:
-    """Return the machines; a card that is not known takes the place of any, and its row has no feasibility."""
+    """Return the machines; what a card holds that the catalogue does not know is UNKNOWN_BYTES."""
     gpus, per_node = row.cluster.num_gpus or 1, row.cluster.gpus_per_node or 8
     per_node = min(gpus, per_node)
     if gpus % per_node:
         per_node = gcd(gpus, per_node)
-    name = row.cluster.gpu
-    if name is None:
-        raise Skipped("not stated: cluster.gpu")
-    return Cluster(
-        name=f"{gpus // per_node}x{per_node}x{name}", nodes=gpus // per_node, per_node=per_node, gpu=find_gpu(name)
-    )
+    name = row.cluster.gpu or "not stated"
+    try:
+        card = find_gpu(name)
+    except BadInput:
+        card = Gpu(name=name, usable=Sourced(bytes=UNKNOWN_BYTES, source="not in the catalogue"))
+    return Cluster(name=f"{gpus // per_node}x{per_node}x{name}", nodes=gpus // per_node, per_node=per_node, gpu=card)
 
 
 def _lora(given: MeasuredLora | None, model: ModelSpec) -> Lora | None:
@@ -212,126 +198,3 @@ def _suffixes(names: tuple[str, ...], model: ModelSpec) -> tuple[str, ...]:
     if not found:
         raise Skipped(f"no module of the stand-in class {model.model_type} does {', '.join(names)}")
     return tuple(found)
-
-
-def _sharding(plan: MeasuredPlan) -> Sharding:
-    """Return how the program shards.
-
-    DeepSpeed's ZeRO-3 gathers whole modules as FSDP1 does; ZeRO-2 keeps weights whole. FSDP1 without sharding gathers
-    nothing.
-    """
-    if plan.strategy in ("NO_SHARD", "ZERO2"):
-        return "none"
-    if plan.fsdp_version == 1 or plan.strategy == "ZERO3":
-        return "fsdp1"
-    return "fsdp2"
-
-
-def _runtime(row: MeasuredRow, model: ModelSpec) -> Runtime:
-    """Return the program.
-
-    - A program that calls FlashAttention or fused losses itself takes fused norms too; compilers make them.
-    - Checkpointing of transformers' Trainer (FlashAttention, one process or FSDP1) enters autograd again; programs of
-      PyTorch's own parts do not.
-    - Trained weights that rest in another dtype than the computation's need autocast, where FSDP does not cast them;
-      so do quantised bases under that Trainer.
-    - Selective checkpointing per operation, and a loss over parts of the vocabulary, are torchtitan's.
-    """
-    plan, lora = row.plan, row.lora
-    sharding = _sharding(plan)
-    full = plan.activation_checkpointing == "full"
-    trainer = plan.attention == "flash" and sharding != "fsdp2"
-    kernels = plan.loss == "fused" or (plan.loss == "chunked" and plan.attention == "flash")
-    base = lora.base_quantization if lora else None
-    adapters = _dtype(lora.adapter_dtype) if lora and lora.adapter_dtype else _dtype(plan.compute_dtype)
-    mixed = adapters != _dtype(plan.compute_dtype) or (sharding == "none" and plan.storage_dtype == "fp32")
-    return Runtime(
-        sharding=sharding,
-        fused_norms=plan.compile or kernels,
-        fused_loss=plan.loss == "fused",
-        compiled=plan.compile,
-        reentrant=full and trainer,
-        every_second_matmul=plan.activation_checkpointing == "selective_op",
-        upcasts_logits=model.model_type not in LOGITS_AS_THEY_ARE,
-        drops_logits=True,
-        keeps_cache=model.model_type == "gpt_bigcode" and trainer,
-        parallel_loss=sharding == "fsdp2" and _stated(plan.tensor) > 1,
-        autocast=mixed or (base is not None and trainer),
-        base_quantization=base,
-        optimizer_bytes=plan.optimizer_state_bytes_per_param,
-        step_in_backward=plan.optimizer.endswith("_in_backward"),
-    )
-
-
-def _plan(row: MeasuredRow, runtime: Runtime) -> Plan:
-    given = row.plan
-    strategy: StrategyName
-    if given.strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
-        strategy = given.strategy
-    else:
-        strategy = "FULL_SHARD" if given.strategy == "ZERO3" else "SHARD_GRAD_OP"
-    reshards = given.reshard_after_forward
-    if reshards is None:
-        reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
-    optimizer: OptimizerKind = "adamw_8bit" if "8bit" in given.optimizer else "adamw"
-    return Plan(
-        strategy=strategy,
-        mesh=Mesh(
-            replicate=_stated(given.replicate),
-            shard=_stated(given.shard),
-            tensor=_stated(given.tensor),
-            sequence_parallel=_stated(given.tensor) > 1,
-        ),
-        reshard_after_forward=reshards,
-        prefetch=Prefetch(forward=0, backward=1, async_all_gather=True),
-        reduce_scatter=ReduceScatter(buffers=1, separate_group=False, asynchronous=True),
-        dtypes=_dtypes(row),
-        activation_checkpointing=_CHECKPOINTING[given.activation_checkpointing],
-        offload=_offload(given),
-        attention=_ATTENTION[given.attention],
-        micro_batch=_stated(given.micro_batch),
-        accumulation_steps=given.accumulation or 1,
-        optimizer=optimizer,
-        loss_head=_loss_head(given),
-        compile=given.compile,
-    )
-
-
-def _loss_head(plan: MeasuredPlan) -> LossHead:
-    """Return how logits become a loss; `fused` rows have whole logits, and their kernel is the runtime's."""
-    if plan.loss != "chunked":
-        return "eager"
-    return "fused" if plan.attention == "flash" else "chunked"
-
-
-def _offload(plan: MeasuredPlan) -> Offload:
-    """Return what lies on the host; paged optimizer states are in memory that CUDA pages, beside torch's allocator."""
-    both = plan.offload == "params_optimizer"
-    return Offload(
-        parameters=both,
-        optimizer=both or plan.offload == "optimizer" or "paged" in plan.optimizer,
-        activations=plan.offload == "activations",
-    )
-
-
-def _dtypes(row: MeasuredRow) -> Dtypes:
-    plan = row.plan
-    storage, compute = _dtype(plan.storage_dtype), _dtype(plan.compute_dtype)
-    trained = _dtype(row.lora.adapter_dtype) if row.lora and row.lora.adapter_dtype else storage
-    trains_16 = trained in ("bf16", "fp16")
-    states = plan.optimizer_state_bytes_per_param
-    return Dtypes(
-        frozen_storage=None if row.lora is None else storage,
-        trained_storage="bf16" if trains_16 else "fp32",
-        optimizer_state="bf16" if (states == 4 or (states is None and trains_16)) else "fp32",
-        param=compute,
-        reduce=compute if plan.reduce_dtype is None else _dtype(plan.reduce_dtype),
-        output=compute,
-        buffer=None,
-        loss_scaling=compute == "fp16",
-    )
-
-
-def _dtype(name: MeasuredDtype | None) -> Dtype:
-    """Return the dtype in memory: fp8 is what matrix products read, what they make is bf16."""
-    return "bf16" if name is None or name == "fp8" else name

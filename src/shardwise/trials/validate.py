@@ -108,7 +108,7 @@ class RowCheck:
     @property
     def fits_predicted(self) -> bool | None:
         """Whether the card has enough by the prediction; None where the row is not good for that."""
-        if self.predicted is None or not asks_feasibility(self.row):
+        if self.predicted is None or not asks_feasibility(self.row) or not self.predicted.case.knows_card:
             return None
         return self.predicted.device.fits
 
@@ -141,6 +141,8 @@ def _checked(row: MeasuredRow, instrument: Callable[[Case], Report]) -> RowCheck
         return RowCheck(row=row)
     try:
         case = case_of(row)
+        if not asks_memory(row) and not case.knows_card:
+            raise Skipped(f"the catalogue does not know the card: {row.cluster.gpu}")
         report = instrument(case)
     except Skipped as error:
         return RowCheck(row=row, skipped_because=str(error))
@@ -162,16 +164,22 @@ def _estimated(case: Case) -> Report:
 
 
 def _traced(case: Case) -> Report:
-    """Return the trace of a case: shardwise's own program, FSDP2.
+    """Return the trace of a case, run as shardwise runs it: transformers' code of today, checkpoints not reentrant.
 
     Raises:
         Skipped: a program that shardwise does not run.
     """
-    runtime = case.runtime
-    if runtime.sharding not in ("fsdp2", "none") or (runtime.sharding == "none" and case.plan.mesh.world > 1):
+    runtime, plan = case.runtime, case.plan
+    alone = runtime.sharding == "none" and plan.mesh.world == 1
+    if runtime.sharding != "fsdp2" and not alone:
         raise Skipped(f"the trace runs FSDP2 or one process, and this is {runtime.sharding}")
     if runtime.base_quantization is not None:
         raise Skipped("the trace runs no quantised base yet")
+    if alone and runtime.autocast:
+        raise Skipped("the trace runs no autocast: what trains rests in another dtype than the computation's")
     from shardwise.predict.trace import trace
 
-    return trace(case.workload, case.plan, case.cluster)
+    if alone:
+        in_turn = plan.reduce_scatter.model_copy(update={"asynchronous": False})
+        plan = plan.model_copy(update={"reduce_scatter": in_turn})
+    return trace(case.workload, plan, case.cluster, wrapped=not alone)

@@ -48,7 +48,7 @@ def _summary(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
         "by": by,
         "rows": len(checks),
         "compared": sum(check.memory is not None for check in checks),
-        "skipped": _skipped(checks),
+        "skipped": skipped(checks),
         "overall": _errors(figures.of_rows(checks)),
         "tensors": _errors(figures.of_rows(checks, tensors=True)),
         "headline_tensors": _errors(figures.of_rows(checks, tensors=True, headline=True)),
@@ -68,7 +68,7 @@ def _errors(figure: Errors | None) -> dict[str, Any] | None:
     return None if figure is None else asdict(figure)
 
 
-def _skipped(checks: Sequence[RowCheck]) -> dict[str, int]:
+def skipped(checks: Sequence[RowCheck]) -> dict[str, int]:
     """Return how many rows were skipped, by reason."""
     counts: dict[str, int] = {}
     for check in checks:
@@ -100,7 +100,7 @@ def _lines(checks: Sequence[RowCheck], by: By) -> Iterator[str]:
     yield ""
     yield from _feasibility(figures.confusion(checks), figures.wrongly_called(checks))
     yield ""
-    for reason, count in _skipped(checks).items():
+    for reason, count in skipped(checks).items():
         yield f"skipped {count}: {reason}"
     yield f"throughput: {THROUGHPUT}"
 

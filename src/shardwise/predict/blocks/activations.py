@@ -35,9 +35,7 @@ def new_gelu(tape: Tape, x: Tensor) -> Tensor:
         ops.scale(tape, x),
         ops.plus_number(
             tape,
-            ops.by_result(
-                tape, ops.scale(tape, ops.add(tape, x, ops.scale(tape, ops.power(tape, x))))
-            ),
+            ops.by_result(tape, ops.scale(tape, ops.add(tape, x, ops.scale(tape, ops.power(tape, x))))),
         ),
     )
 

@@ -5,44 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.predict.blocks import ops
+from shardwise.predict.blocks.kernels import ALIGNED, Kernel, kernel_of, scratch, statistics
 from shardwise.predict.blocks.scene import Scene
 from shardwise.predict.blocks.tape import Grads, Tape, Tensor
-
-_FLASH_BLOCK = 128
-"""Rows that FlashAttention's backward rounds a length up to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Elements of the tensors around attention on one rank."""
 
-    query: int
-    key: int
-    value: int
+    heads: int
+    kv_heads: int
     output: int
     scores: int
-    statistics: int
-    repeats: int
-    scratch: int
-    expanded: int
+
+    @property
+    def repeats(self) -> int:
+        """Query heads for each key."""
+        return self.heads // self.kv_heads
 
 
 def sizes_of(scene: Scene) -> Sizes:
     """Return the sizes for a scene's block."""
-    setting, attention = scene.setting, scene.attention
     heads, kv_heads = scene.own_heads()
-    tokens, dim, value = scene.tokens, attention.head_dim, attention.value_dim
-    rounded = -(-setting.padded_length // _FLASH_BLOCK) * _FLASH_BLOCK * setting.rows * heads
+    per_head = scene.tokens * heads
     return Sizes(
-        query=tokens * heads * dim,
-        key=tokens * kv_heads * dim,
-        value=tokens * kv_heads * value,
-        output=tokens * heads * value,
-        scores=tokens * heads * setting.padded_length,
-        statistics=tokens * heads,
-        repeats=heads // kv_heads,
-        scratch=rounded * (-(-dim // 32) * 32 + 1),
-        expanded=tokens * heads * (dim + value) if heads != kv_heads else 0,
+        heads=heads,
+        kv_heads=kv_heads,
+        output=per_head * scene.attention.value_dim,
+        scores=per_head * scene.setting.padded_length,
     )
 
 
@@ -71,10 +62,7 @@ def attend(
     dropout = dropout if scene.setting.training else 0.0
     if scene.setting.attention == "eager":
         return eager(scene, query, key, value, dropout, upcast, heads_outside)
-    if scene.setting.device == "cpu" and (dropout or scene.attention.head_dim != scene.attention.value_dim):
-        return by_formula(scene, query, key, value, dropout), None
-    output = fused(scene, query, key, value)
-    return ops.copy(scene.tape, output) if heads_outside else output, None
+    return fused(scene, query, key, value, dropout, heads_outside), None
 
 
 def repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
@@ -85,29 +73,69 @@ def repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
     return tape.new(size * times, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
 
 
-def fused(scene: Scene, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`scaled_dot_product_attention` as one operation, keys and values not repeated."""
-    tape, sizes, item, cuda = scene.tape, sizes_of(scene), query.item, scene.setting.device == "cuda"
+def fused(scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, heads_outside: bool) -> Tensor:
+    """`sdpa_attention_forward`. Keys and values are repeated only beside a mask, or for heads too wide to share."""
+    setting, attention, sizes, masked = scene.setting, scene.attention, sizes_of(scene), scene.masked
+    widths = (attention.head_dim, attention.value_dim)
+    shares = not masked and widths[0] == widths[1] <= 256
+    if not shares:
+        key, value = repeat(scene.tape, key, sizes.repeats), repeat(scene.tape, value, sizes.repeats)
+    chosen = kernel_of(
+        setting.device,
+        setting.generation,
+        item=query.item,
+        widths=widths,
+        same_heads=not shares or sizes.repeats == 1,
+        masked=masked,
+        dropout=dropout > 0,
+    )
+    if chosen == "math":
+        return by_formula(scene, query, key, value, dropout, sizes.repeats if shares else 1, heads_outside)
+    output = by_kernel(scene, chosen, query, key, value, masked)
+    return ops.copy(scene.tape, output) if heads_outside and chosen != "efficient" else output
+
+
+def by_kernel(scene: Scene, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Tensor:
+    """Attention as one operation."""
+    tape, setting, attention, sizes, item = scene.tape, scene.setting, scene.attention, sizes_of(scene), query.item
     needs = [tensor.needs_grad for tensor in (query, key, value)]
     shapes = (query.elements, key.elements, value.elements)
+    taken = scratch(
+        kernel,
+        rows=setting.rows,
+        heads=sizes.heads,
+        kv_heads=sizes.heads * key.elements // query.elements,
+        length=setting.padded_length,
+        widths=(attention.head_dim, attention.value_dim),
+        item=item,
+    )
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         made = [tape.new(size, item) for size in shapes]
-        scratch = tape.new(sizes.scratch, ops.FLOAT) if cuda else None
-        wide = tape.new(sizes.expanded, item) if cuda else None
-        del scratch, wide
+        own = tape.new(taken, 1)
+        del own
         return tuple(grad if wanted else None for grad, wanted in zip(made, needs, strict=True))
 
     node = tape.node((query, key, value), derivative)
     tape.save(node, query, key, value)
+    if masked:
+        tape.save(node, own_mask(scene, kernel, item))
 
     def make() -> tuple[Tensor, ...]:
-        return tape.new(sizes.output, item), tape.new(sizes.statistics, ops.FLOAT)
+        numbers = statistics(kernel, setting.rows, sizes.heads, setting.padded_length)
+        return tape.new(sizes.output, item), tape.new(numbers, ops.FLOAT)
 
-    made, statistics = tape.keep("attention", 0, make)
+    made, numbers = tape.keep("attention", 0, make)
     made.node = node
-    tape.save(node, made, statistics)
+    tape.save(node, made, numbers)
     return ops.view(tape, made)
+
+
+def own_mask(scene: Scene, kernel: Kernel, item: int) -> Tensor:
+    """A block's own additive mask, made of the boolean one that all are given."""
+    rows, length = scene.setting.rows, scene.setting.padded_length
+    wide = -(-length // ALIGNED) * ALIGNED if kernel == "efficient" else length
+    return scene.tape.new(rows * length * wide, item)
 
 
 def eager(
@@ -167,25 +195,39 @@ def batched(tape: Tape, a: Tensor, b: Tensor, elements: int, inner: int) -> Tens
     return made
 
 
-def by_formula(scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+def by_formula(
+    scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, repeats: int, heads_outside: bool
+) -> Tensor:
     """`_scaled_dot_product_attention_math`: what torch does where no kernel takes the inputs; fp32 inside."""
-    tape, sizes, item = scene.tape, sizes_of(scene), query.item
+    tape, sizes, item, length = scene.tape, sizes_of(scene), query.item, scene.setting.padded_length
     wide_query, wide_key = ops.cast(tape, query, ops.FLOAT), ops.cast(tape, key, ops.FLOAT)
     wide_value = ops.cast(tape, value, ops.FLOAT)
+
+    def in_order(x: Tensor) -> Tensor:
+        return x if heads_outside else ops.copy(tape, x)
+
     scaled = ops.scale(tape, wide_query)
-    mask = tape.new(scene.setting.padded_length**2, ops.FLOAT)
-    keys, values = repeat(tape, wide_key, sizes.repeats), repeat(tape, wide_value, sizes.repeats)
+    mask = tape.new(length**2, ops.FLOAT)
+    keys, values = repeat(tape, wide_key, repeats), repeat(tape, wide_value, repeats)
     found = batched(
         tape,
-        ops.copy(tape, scaled),
-        ops.copy(tape, ops.scale(tape, keys)),
+        in_order(scaled),
+        in_order(ops.scale(tape, keys)),
         sizes.scores,
         scene.attention.head_dim,
     )
-    found = ops.by_result(tape, found)
+    found = safe_softmax(tape, found)
     found = scene.drop(found, dropout)
-    output = batched(tape, found, ops.copy(tape, values), sizes.output, scene.setting.padded_length)
     weights = ops.cast(tape, found, item)
+    output = batched(tape, found, ops.copy(tape, values), sizes.output, length)
     output = ops.cast(tape, output, item)
     del weights, mask
     return ops.copy(tape, output, grad_copied=True)
+
+
+def safe_softmax(tape: Tape, x: Tensor) -> Tensor:
+    """`_safe_softmax`: it looks for rows that are masked altogether."""
+    made = ops.by_result(tape, x)
+    masked = tape.new(x.elements, 1)
+    del masked
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.predict.blocks import ops, rotary, split_layers
+from shardwise.predict.blocks import latent, ops, rotary, split_layers
 from shardwise.predict.blocks.families import Family
 from shardwise.predict.blocks.live import EndsMemory, Live, PartMemory, live_of
 from shardwise.predict.blocks.loss import End, Loss, loss_program
@@ -36,7 +36,7 @@ def walk_ends(
         output: Bytes of an element of the logits that leave the model.
         again: Some blocks compute again in backward.
     """
-    shared, in_forward = _shared(family, layers, setting, again=again)
+    shared, in_forward = _shared(family, model, setting, again=again)
     embedding = _embedding(family, layers, model, setting)
     if family.positions:
         in_forward += (setting.tokens + _positions(family, setting)) * model.hidden * setting.item
@@ -44,27 +44,31 @@ def walk_ends(
         inputs=3 * ops.WORD * setting.tokens,
         shared=shared,
         in_forward=in_forward,
-        in_evaluation=sum(_shared(family, layers, evaluated(setting), again=False)),
+        in_evaluation=sum(_shared(family, model, evaluated(setting), again=False)),
         carried=0 if family.positions else embedding.output,
         embedding=embedding,
         head=_head(family, layers, model, setting, loss, chunk, output),
     )
 
 
-def _shared(family: Family, layers: Layers, setting: Setting, *, again: bool) -> tuple[int, int]:
+def _shared(family: Family, model: ModelSpec, setting: Setting, *, again: bool) -> tuple[int, int]:
     """Bytes that blocks are given beside their input: what backward needs too, and what it does not.
 
     Adding a mask to scores leaves nothing for backward; `again`: blocks that run again need it.
     """
-    tables, scores = 0, setting.rows * setting.length**2
+    length, attention = setting.padded_length, model.kinds[0].attention
+    tables, scores = 0, setting.rows * length**2
     if family.tables:
-        width = int(layers.kind.attention.head_dim * rotary.share(layers.config, family.turns))
+        head = latent.rotary_dim(model.config) if attention.kind == "latent" else attention.head_dim
+        width = int(head * rotary.share(model.config, family.turns))
         item = ops.FLOAT if family.tables_in_fp32 else setting.item
-        tables = family.tables * 2 * setting.length * width * item
+        tables = family.tables * 2 * length * width * item
     if setting.attention == "eager":
         mask = family.masks * scores * setting.item
         return (tables + mask, 0) if again else (tables, mask)
-    return tables + (scores if setting.padded else 0), 0
+    windows = {kind.attention.window for kind in model.kinds}
+    masks = sum(setting.padded or (window is not None and length >= window) for window in windows)
+    return tables + (masks * scores if again else 0), (0 if again else masks * scores) + family.idle_masks * scores
 
 
 def _embedding(family: Family, layers: Layers, model: ModelSpec, setting: Setting) -> PartMemory:

@@ -46,6 +46,8 @@ class Family:
     """Soft cap of scores and logits where the configuration does not say."""
     masks: int = 1
     """Masks that eager attention is given: whole, and of a window."""
+    idle_masks: int = 0
+    """Masks for fused attention that no block uses."""
     tables: int = 1
     """Pairs of rotary tables that blocks are given; 0: none."""
     tables_in_fp32: bool = False
@@ -74,10 +76,10 @@ FAMILIES: dict[str, Family] = {
     "smollm3": LLAMA,
     "granite": Family(block=llama_like.scaled_block, embedding="scaled", logits=divided),
     "olmo2": Family(block=llama_like.normed_after, norm="rms_after", tables_in_fp32=True),
-    "starcoder2": Family(
-        block=llama_like.dropping, norm="layer", activation=("hidden_act", "gelu_pytorch_tanh")
+    "starcoder2": Family(block=llama_like.dropping, norm="layer", activation=("hidden_act", "gelu_pytorch_tanh")),
+    "nemotron": Family(
+        block=llama_like.partly_turned, norm="layer_plus_one", activation=("hidden_act", "relu2"), turns=0.5
     ),
-    "nemotron": Family(block=llama_like.partly_turned, norm="layer_plus_one", activation=("hidden_act", "relu2"), turns=0.5),
     "phi": Family(
         block=llama_like.parallel,
         norm="layer",
@@ -86,7 +88,9 @@ FAMILIES: dict[str, Family] = {
         turns=0.5,
     ),
     "phi3": Family(block=phi3.block),
-    "gemma": Family(block=llama_like.block, norm="gemma", activation=("hidden_act", "gelu_pytorch_tanh"), embedding="scaled"),
+    "gemma": Family(
+        block=llama_like.block, norm="gemma", activation=("hidden_act", "gelu_pytorch_tanh"), embedding="scaled"
+    ),
     "gemma2": Family(
         block=gemma.block, norm="gemma", activation=_GELU, embedding="scaled", logits=gemma.capped, cap=30.0, masks=2
     ),
@@ -96,9 +100,9 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTURE,
     "qwen3_moe": _MIXTURE,
     "olmoe": _MIXTURE,
-    "qwen2_moe": Family(block=mixture.shared_block),
+    "qwen2_moe": Family(block=mixture.shared_block, idle_masks=1, masks=2),
     "deepseek_v3": Family(block=mixture.deepseek),
-    "deepseek_v2": Family(block=mixture.deepseek_v2),
+    "deepseek_v2": Family(block=mixture.deepseek_v2, tables_in_fp32=True),
     "gpt2": Family(
         block=gpt_like.gpt2,
         norm="layer",
@@ -119,7 +123,12 @@ FAMILIES: dict[str, Family] = {
         tables=0,
     ),
     "gpt_neox": Family(
-        block=gpt_like.neox, norm="layer", last_norm="gpt_neox.final_layer_norm", activation=("hidden_act", "gelu"), turns=0.25, drops=("hidden_dropout", 0.0)
+        block=gpt_like.neox,
+        norm="layer",
+        last_norm="gpt_neox.final_layer_norm",
+        activation=("hidden_act", "gelu"),
+        turns=0.25,
+        drops=("hidden_dropout", 0.0),
     ),
     "opt": Family(
         block=gpt_like.opt,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shardwise.predict.blocks import ops, rotary
 from shardwise.predict.blocks.attention import attend
 from shardwise.predict.blocks.scene import Scene
 from shardwise.predict.blocks.tape import Grads, Tape, Tensor
-
 
 Turn = Callable[[Scene, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Rotary positions on the parts of queries and keys that have them."""
@@ -26,14 +25,14 @@ def self_attention_v2(scene: Scene, hidden: Tensor) -> tuple[Tensor, Tensor | No
 
 def _attention(scene: Scene, hidden: Tensor, turn: Turn) -> tuple[Tensor, Tensor | None]:
     tape, tokens = scene.tape, scene.tokens
-    rotary_dim = _rotary_dim(scene)
+    turning = rotary_dim(scene.layers.config)
     heads, _ = scene.own_heads()
     query = ops.view(tape, _queries(scene, hidden), grad_copied=True)
-    plain = scene.attention.head_dim - rotary_dim
-    query_passes, query_turns = ops.split(tape, query, (tokens * heads * plain, tokens * heads * rotary_dim))
+    plain = scene.attention.head_dim - turning
+    query_passes, query_turns = ops.split(tape, query, (tokens * heads * plain, tokens * heads * turning))
     compressed = scene.project("self_attn.kv_a_proj_with_mqa", hidden)
-    rank = compressed.elements // tokens - rotary_dim
-    latents, key_turns = ops.split(tape, compressed, (tokens * rank, tokens * rotary_dim))
+    rank = compressed.elements // tokens - turning
+    latents, key_turns = ops.split(tape, compressed, (tokens * rank, tokens * turning))
     latents = ops.view(tape, scene.norm("self_attn.kv_a_layernorm", latents))
     key_turns = ops.view(tape, key_turns)
     query_turns, key_turns = turn(scene, query_turns, key_turns)
@@ -45,8 +44,9 @@ def _attention(scene: Scene, hidden: Tensor, turn: Turn) -> tuple[Tensor, Tensor
     return output, weights
 
 
-def _rotary_dim(scene: Scene) -> int:
-    given = scene.layers.config.get("qk_rope_head_dim")
+def rotary_dim(config: Mapping[str, object]) -> int:
+    """Return how many elements of a head turn."""
+    given = config.get("qk_rope_head_dim")
     return given if isinstance(given, int) else 64
 
 
@@ -93,14 +93,14 @@ def _written(tape: Tape, base: Tensor, part: Tensor) -> Tensor:
 
 def halved(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb`."""
-    table = rotary.tables(scene, _rotary_dim(scene))
+    table = rotary.tables(scene, rotary_dim(scene.layers.config))
     turned = rotary.turned(scene.tape, query, table)
     return turned, rotary.turned(scene.tape, key, table)
 
 
 def interleaved(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb_interleave`: even and odd elements turn against each other."""
-    tape, table = scene.tape, rotary.tables(scene, _rotary_dim(scene) // 2)
+    tape, table = scene.tape, rotary.tables(scene, rotary_dim(scene.layers.config) // 2)
     query_even, query_odd = _every_second(tape, query), _every_second(tape, query)
     key_even, key_odd = _every_second(tape, key), _every_second(tape, key)
     query_turned = _against(tape, query_even, query_odd, table)
@@ -122,7 +122,9 @@ def _against(tape: Tape, even: Tensor, odd: Tensor, table: Tensor) -> Tensor:
 def as_complex(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_emb` of DeepSeek-V2: pairs as complex numbers in fp32."""
     tape = scene.tape
-    table = Tensor(scene.shared(1).storage, scene.setting.padded_length * _rotary_dim(scene) // 2, 2 * ops.FLOAT)
+    table = Tensor(
+        scene.shared(1).storage, scene.setting.padded_length * rotary_dim(scene.layers.config) // 2, 2 * ops.FLOAT
+    )
     wide_query = _as_pairs(tape, query)
     wide_key = _as_pairs(tape, key)
     turned_query = ops.cast(tape, _times_table(tape, wide_query, table), query.item)

@@ -112,8 +112,10 @@ def own_vocab(scene: Scene, vocab: int) -> int:
 
 
 def of_others(scene: Scene, inputs: list[Tensor], vocab: int) -> Tensor:
-    """The loss of transformers 4: logits turned into fp32 in place of themselves, or as they are, and copied without the
-    last position; autocast takes the loss in fp32 in any case.
+    """The loss of transformers 4.
+
+    Logits, turned into fp32 in place of themselves or as they are, are copied without the last position; autocast takes
+    the loss in fp32 in any case.
 
     Args:
         scene: The stage.
@@ -144,8 +146,8 @@ def by_kernel(scene: Scene, inputs: list[Tensor], vocab: int) -> Tensor:
     """Cross entropy as one kernel on whole logits, given up by a list.
 
     By hand (Unsloth's, FMS's) behind transformers' fp32 logits, or logits as they are, and their copy without the last
-    position: gradients take the place of that copy. Compiled, it reads the logits as they are and writes gradients of the
-    same dtype.
+    position: gradients take the place of that copy. Compiled, it reads the logits as they are and writes gradients of
+    the same dtype.
     """
     tape = scene.tape
     whole = inputs.pop()

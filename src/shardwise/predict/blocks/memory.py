@@ -25,8 +25,8 @@ class Computation:
         BadInput: a model whose blocks are not known by formula.
     """
 
-    def __init__(self, workload: Workload, runtime: Runtime, device_type: Device) -> None:
-        self.workload, self.runtime, self.device_type = workload, runtime, device_type
+    def __init__(self, workload: Workload, runtime: Runtime, device_type: Device, generation: str) -> None:
+        self.workload, self.runtime, self.device_type, self.generation = workload, runtime, device_type, generation
         self.family: Family = family_of(workload.model)
         self._weights: dict[int, Weights] = {}
         self.weights(1)
@@ -82,6 +82,7 @@ class Computation:
             length=self.workload.seq_len,
             item=ITEM[plan.dtypes.param],
             device=self.device_type,
+            generation=self.generation,
             attention=plan.attention,
             padded=self.workload.padded,
             tensor=plan.mesh.tensor,
@@ -121,19 +122,30 @@ def _key(plan: Plan) -> _Key:
 _REMEMBERED = 64
 """Computations that are kept; the oldest goes first."""
 
-_computations: dict[tuple[int, int, str], Computation] = {}
+_computations: dict[tuple[int, int, str, str], Computation] = {}
 
 
-def computation(workload: Workload, runtime: Runtime, device_type: Device) -> Computation:
+def computation(workload: Workload, runtime: Runtime, device_type: Device, generation: str = "ampere") -> Computation:
     """Return the computation of a workload; the same objects give the same one, with all that it has walked.
+
+    Args:
+        workload: What is computed.
+        runtime: By which program.
+        device_type: On what.
+        generation: Generation of the card (`predict.workspace.generation`): kernels differ.
 
     Raises:
         BadInput: a model whose blocks are not known by formula.
     """
-    key = (id(workload), id(runtime), device_type)  # a Computation keeps both alive, so their ids stay theirs
+    key = (
+        id(workload),
+        id(runtime),
+        device_type,
+        generation,
+    )  # a Computation keeps both alive, so their ids stay theirs
     found = _computations.get(key)
     if found is None:
-        found = Computation(workload, runtime, device_type)
+        found = Computation(workload, runtime, device_type, generation)
         if len(_computations) >= _REMEMBERED:
             _computations.pop(next(iter(_computations)))
         _computations[key] = found

@@ -168,6 +168,6 @@ def grouped(tape: Tape, x: Tensor, weight: Tensor, elements: int, inner: int) ->
 
 
 def summed(tape: Tape, x: Tensor, elements: int) -> Tensor:
-    """The sum over the experts of each token; its gradient is a view."""
-    item = x.item
-    return tape.new(elements, item, tape.node((x,), lambda grad, saved: (grad.view(),)))
+    """The sum over the experts of each token; its gradient is copied for each of them."""
+    size, item = x.elements, x.item
+    return tape.new(elements, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))

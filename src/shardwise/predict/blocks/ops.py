@@ -5,24 +5,15 @@ Sizes are in elements of one rank. Every derivative allocates what torch's does,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from collections.abc import Sequence
 
-from shardwise.predict.blocks.tape import TEMPORARY, Grads, Tape, Tensor
+from shardwise.predict.blocks.tape import TEMPORARY, Grads, Node, Tape, Tensor
 
 FLOAT = 4
 """Bytes of an element in fp32."""
 
 WORD = 8
 """Bytes of an index."""
-
-
-def reduced(tape: Tape, grad: Tensor, elements: int, item: int) -> Tensor:
-    """Return a gradient summed over what was broadcast, in the dtype of what it is the gradient of."""
-    if grad.elements != elements:
-        grad = tape.new(elements, grad.item)
-    return grad if grad.item == item else tape.new(elements, item)
 
 
 def cast(tape: Tape, x: Tensor, item: int) -> Tensor:
@@ -35,14 +26,20 @@ def cast(tape: Tape, x: Tensor, item: int) -> Tensor:
 
 def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     """`a + b`, the smaller one broadcast."""
-    (m, i), (n, j) = (a.elements, a.item), (b.elements, b.item)
     a_needs, b_needs = a.needs_grad, b.needs_grad
 
     def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
-        left = reduced(tape, grad, m, i) if a_needs else None
-        return left, reduced(tape, grad, n, j) if b_needs else None
+        return grad if a_needs else None, grad if b_needs else None
 
-    return tape.new(max(m, n), max(i, j), tape.node((a, b), derivative))
+    node = tape.node((a, b), derivative)
+    _fit(node, a, b)
+    return tape.new(max(a.elements, b.elements), max(a.item, b.item), node)
+
+
+def _fit(node: Node | None, *inputs: Tensor) -> None:
+    """Let gradients be summed over what was broadcast, and cast, to fit what they are the gradients of."""
+    if node is not None:
+        node.fits = tuple((tensor.elements, tensor.item) for tensor in inputs)
 
 
 def subtract(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
@@ -64,17 +61,15 @@ def scale(tape: Tape, x: Tensor) -> Tensor:
 
 def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     """`a * b`, the smaller one broadcast."""
-    (m, i), (n, j) = (a.elements, a.item), (b.elements, b.item)
     a_needs, b_needs = a.needs_grad, b.needs_grad
-    size, item = max(m, n), max(i, j)
+    size, item = max(a.elements, b.elements), max(a.item, b.item)
 
-    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         left = tape.new(size, item) if a_needs else None
-        right = tape.new(size, item) if b_needs else None
-        left = reduced(tape, left, m, i) if left is not None else None
-        return left, reduced(tape, right, n, j) if right is not None else None
+        return left, tape.new(size, item) if b_needs else None
 
     node = tape.node((a, b), derivative)
+    _fit(node, a, b)
     if b_needs:
         tape.save(node, a)
     if a_needs:

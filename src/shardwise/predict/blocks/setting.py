@@ -27,6 +27,8 @@ class Setting:
     """Bytes of an element of gathered weights and activations."""
     device: Device
     """What it runs on: CUDA's kernels and a CPU's keep different things."""
+    generation: str
+    """Generation of the card, as far as kernels depend on it (`predict.workspace`)."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation."""
     padded: bool
@@ -45,8 +47,10 @@ class Setting:
     """The program, as far as it computes otherwise than shardwise."""
 
     def stream(self, norm: Norm) -> int:
-        """Bytes of an element of hidden states between blocks: layer norms under autocast give fp32, and quantised linear
-        layers hand that on."""
+        """Bytes of an element of hidden states between blocks.
+
+        Layer norms under autocast give fp32, and quantised linear layers hand that on.
+        """
         wide = norm in ("layer", "layer_plus_one") and self.program.autocast
         return 4 if wide and self.program.base_quantization is not None else self.item
 

@@ -98,7 +98,7 @@ Derivative = Callable[[Tensor, list[Tensor]], Grads]
 class Node:
     """One operation in backward."""
 
-    __slots__ = ("derivative", "grad", "inputs", "kind", "order", "pending", "saved", "seen", "sums_in_place")
+    __slots__ = ("derivative", "fits", "grad", "inputs", "kind", "order", "pending", "saved", "seen", "sums_in_place")
 
     def __init__(self, order: int, inputs: tuple[Node | None, ...], derivative: Derivative, kind: int) -> None:
         self.order, self.inputs, self.derivative, self.kind = order, inputs, derivative, kind
@@ -107,6 +107,7 @@ class Node:
         self.pending = 0
         self.seen = False
         self.sums_in_place = True
+        self.fits: tuple[tuple[int, int], ...] = ()
 
 
 class Leaf(Node):
@@ -289,17 +290,30 @@ class Tape:
             del made
 
     def _run(self, node: Node) -> list[Tensor | None]:
-        """Return the gradients of a node's inputs; what it has saved is let go."""
+        """Return the gradients of a node's inputs; what it has saved is let go.
+
+        They are made to fit their inputs when the node itself is done; autograd holds what it has saved until after
+        that, but not what was made again.
+        """
         grad, node.grad = node.grad, None
         assert grad is not None
         grad.storage.waiting -= 1
         saved = [self._unpack(one) for one in node.saved]
         self.kind = node.kind
-        outputs = node.derivative(grad, saved)
-        node.saved.clear()
+        outputs = list(node.derivative(grad, saved))
+        del grad
+        saved.clear()
         if isinstance(node, Joint):
             node.parts.clear()
-        return list(outputs)
+        for place, (elements, item) in enumerate(node.fits):
+            made = outputs[place]
+            if made is not None and made.elements != elements:
+                outputs[place] = made = self.new(elements, made.item)
+            if made is not None and made.item != item:
+                outputs[place] = self.new(elements, item)
+            made = None
+        node.saved.clear()
+        return outputs
 
     def _unpack(self, saved: Tensor | Handle) -> Tensor:
         if isinstance(saved, Tensor):

@@ -128,7 +128,7 @@ class Assembly:
             resting=terms.at_rest(),
             first_block=first,
             own_head=len(facts.units) > first + count,
-            alike=_alike(facts.units[first : first + count]),
+            alike=_alike(facts.units[first : first + count], first_apart=facts.late is not None),
         )
 
 
@@ -142,11 +142,11 @@ def _remember(known: dict[tuple[object, ...], T], key: tuple[object, ...], made:
     return made
 
 
-def _alike(blocks: Sequence[PlacedUnit]) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of blocks that are alike; the first, into which perhaps no gradient flows, stands alone."""
+def _alike(blocks: Sequence[PlacedUnit], *, first_apart: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of blocks that are alike; the first is not like others where no gradient flows into it."""
     groups: dict[tuple[int, bool], list[int]] = {}
     for block, unit in enumerate(blocks):
-        groups.setdefault((id(unit), block == 0), []).append(block)
+        groups.setdefault((id(unit), first_apart and block == 0), []).append(block)
     return tuple(tuple(group) for group in groups.values())
 
 

@@ -122,13 +122,16 @@ def evaluation(step: Step) -> Iterator[Candidate]:
 
 
 def _last_of_each(step: Step) -> Iterator[int]:
-    """Yield the last block of each kind, and the last from which as many units as may be are gathered ahead."""
+    """Yield the last block of each kind, and the last from which as many units as may be are gathered ahead; and the
+    first of all, at whose arrival the buffer of the unit before, perhaps the root's, is still held."""
     ahead, count = step.plan.prefetch.forward, len(step.parts.blocks)
+    yield 0
     for blocks in step.sharding.alike:
-        yield blocks[-1]
+        if blocks[-1]:
+            yield blocks[-1]
         if ahead:
             before = [block for block in blocks if block + ahead < count]
-            if before:
+            if before and before[-1]:
                 yield before[-1]
 
 

@@ -9,6 +9,7 @@ from shardwise.predict.terms.unit_bytes import UnitBytes
 from shardwise.predict.unit_rows import UnitKind, UnitTensor
 from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.problems import BadInput, Problem
 
 
 def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_type: str) -> Facts:
@@ -19,8 +20,12 @@ def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_typ
         kinds: Its units under the plan, the root last.
         plan: What is decided; units are blocks, and embedding and head where they are their own.
         device_type: `cuda` or `cpu`.
+
+    Raises:
+        BadInput: other modules are units.
     """
     *inner, root = kinds
+    _refuse_others(inner, model, plan)
     first: list[PlacedUnit] = []
     last: list[PlacedUnit] = []
     by_block: dict[int, PlacedUnit] = {}
@@ -39,6 +44,17 @@ def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_typ
         early_root_gradients=UnitBytes.of([t for t in root.tensors if not _embeds(t, model)], plan).gradients,
         late=_late(units, root.tensors, model),
     )
+
+
+def _refuse_others(inner: Sequence[UnitKind], model: ModelSpec, plan: Plan) -> None:
+    ends = {model.embedding, model.head}
+    for kind in inner:
+        name = kind.row.name
+        is_block = kind.block_kind is not None and name.rpartition(".")[0] == model.block_list
+        if not is_block and not ends & set(name.split(" + ")):
+            reason = f"makes a unit of {name}, and only blocks, embedding and head have a formula"
+            value = ", ".join(plan.units.wrap)
+            raise BadInput(Problem(field="units.wrap", value=value, reason=reason, fix="use --by trace"))
 
 
 def _placed(kind: UnitKind, plan: Plan) -> PlacedUnit:
