@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from engine.training import full, make_job, make_plan
 from harness.ranks import run_ranks
+from shardwise.engine.adapters import add_adapters
 from shardwise.engine.load import build_skeleton, load_model
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.names import base_name
-from shardwise.engine.source import open_source
+from shardwise.engine.source import build_on_meta, open_source
+from shardwise.spec.method import Lora
 from shardwise.spec.problems import BadInput
 
 
@@ -81,3 +84,29 @@ def test_targets_are_obeyed(tiny):
         if p.requires_grad
     }
     assert found == {*(f"layers.{i}.self_attn.q_proj" for i in range(3)), "layers.1.mlp.up_proj"}
+
+
+MIXTURE_WITH_A_DENSE_BLOCK = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+    "vocab_size": 101,
+}
+
+
+def test_adapters_that_peft_puts_elsewhere_are_refused():
+    """PEFT takes gate_proj for experts, in dense blocks of the same model too, which then would get none."""
+    config = dict(MIXTURE_WITH_A_DENSE_BLOCK)
+    model = build_on_meta(
+        AutoConfig.for_model(config.pop("model_type"), **config), attention=None, dtype=torch.bfloat16
+    )
+    with pytest.raises(BadInput, match=r"none on model\.layers\.0\.mlp\.down_proj and one on model\.layers\.1\.mlp"):
+        add_adapters(model, Lora(rank=2))

@@ -9,7 +9,7 @@ import sys
 from house.source import PACKAGE, ROOMS, TORCH_FREE, Module, imports, is_private, modules
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "accelerate")
-COMPAT = ("engine/compat.py", "engine/compat_fake.py", "engine/compat_memory.py")
+COMPAT = ("engine/compat.py", "engine/compat_fake.py", "engine/compat_memory.py", "engine/compat_shard.py")
 
 
 def test_every_folder_is_a_known_room():

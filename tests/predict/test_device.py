@@ -25,7 +25,7 @@ from shardwise.predict.constants import (
     NCCL_CHANNEL,
     NCCL_CHANNELS,
 )
-from shardwise.predict.device import SEGMENT, communicators, device_memory, resharded_units
+from shardwise.predict.device import SEGMENT, communicators, device_memory
 from shardwise.spec.plan import Dtypes, Mesh, Plan, Prefetch, ReduceScatter
 
 GIB = 2**30
@@ -47,27 +47,22 @@ def make(replicate=1, shard=1, tensor=1, reshard=True, separate=False):
 
 
 @pytest.mark.parametrize(
-    ("plan", "resharded", "expected"),
+    ("plan", "expected"),
     [
-        (make(), None, {}),
-        (make(shard=8), None, {"shard": 1}),
-        (make(replicate=8), None, {"replicate": 1}),
-        (make(replicate=2, shard=8), None, {"replicate": 1, "shard": 1, "world": 1}),
-        (make(shard=4, tensor=2), None, {"shard": 1, "tensor": 1, "world": 1}),
-        (make(replicate=2, shard=4, tensor=2), None, {"replicate": 1, "shard": 1, "tensor": 1, "world": 1}),
-        (make(tensor=4), None, {"tensor": 1}),
-        (make(shard=8, separate=True), None, {"shard": 1, "reduce_scatter": 1}),
-        (make(replicate=8, separate=True), None, {"replicate": 1}),
-        (make(shard=8, reshard=2), 32, {"shard": 1, "shard/2": 32}),
+        (make(), {}),
+        (make(shard=8), {"shard": 1}),
+        (make(replicate=8), {"replicate": 1}),
+        (make(replicate=2, shard=8), {"replicate": 1, "shard": 1, "world": 1}),
+        (make(shard=4, tensor=2), {"shard": 1, "tensor": 1, "world": 1}),
+        (make(replicate=2, shard=4, tensor=2), {"replicate": 1, "shard": 1, "tensor": 1, "world": 1}),
+        (make(tensor=4), {"tensor": 1}),
+        (make(shard=8, separate=True), {"shard": 1, "reduce_scatter": 1}),
+        (make(replicate=8, separate=True), {"replicate": 1}),
+        (make(shard=8, reshard=2), {"shard": 1, "shard/2": 1}),
     ],
 )
-def test_communicators(plan, resharded, expected):
-    assert communicators(plan, resharded=resharded) == expected
-
-
-def test_smaller_groups_need_the_number_of_units():
-    with pytest.raises(ValueError, match="resharded"):
-        device_memory(GIB, make(shard=8, reshard=2), find_cluster("8xA10"))
+def test_communicators(plan, expected):
+    assert communicators(plan) == expected
 
 
 def _groups_made(rank, world, job):
@@ -92,7 +87,7 @@ def test_communicators_are_the_groups_that_the_engine_makes(tiny, fields):
     job = make_job(tiny("llama"), global_batch=4, micro_batch=1, **fields)
     plan = make_plan(job, 4)
     units = make_expected(job, plan).units
-    found = communicators(plan, resharded=resharded_units(units))
+    found = communicators(plan)
     never_used = found.get("shard/2", 0)
     made = run_ranks(_groups_made, 4, job)[0]
     assert made.total() == sum(found.values()) + never_used

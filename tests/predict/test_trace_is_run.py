@@ -119,3 +119,11 @@ def test_two_ranks_in_every_mode(tiny, runs, case):
 @pytest.mark.parametrize("case", sorted(FOUR_SLOW))
 def test_four_ranks_in_every_mode(tiny, runs, case):
     _check(tiny, runs, 4, FOUR_SLOW, case)
+
+
+def test_ranks_forked_after_a_trace_do_not_take_rank_0s_shards_for_theirs(tiny):
+    """DTensor remembers sizes of shards by mesh and shape; 1009 rows are 505 on rank 0 and 504 on rank 1."""
+    jobs = jobs_of(tiny, {"full shard": FULL})
+    traced(jobs["full shard"], 2)
+    first, second = run_ranks(run_all, 2, jobs)
+    assert first["full shard"]["forward"].live.keys() == second["full shard"]["forward"].live.keys()

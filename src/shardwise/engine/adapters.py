@@ -181,6 +181,7 @@ def add_adapters(model: nn.Module, lora: Lora, *, tensor: int = 1) -> nn.Module:
             adapter on this model.
     """
     whole = _whole_modules(model, lora, tensor)
+    linear = [name for name, module in model.named_modules() if _is_linear(module) and not _lies_in(name, whole)]
     if lora.targets == "all_linear":
         targets = _all_linear(model, lora, whole)
     else:
@@ -202,7 +203,30 @@ def add_adapters(model: nn.Module, lora: Lora, *, tensor: int = 1) -> nn.Module:
     except ValueError as error:
         reason = f"PEFT refuses these adapters: {str(error).strip().splitlines()[0]}"
         raise BadInput(Problem(field="lora_targets", value=targets, reason=reason)) from error
+    _refuse_moved(adapted, [name for name in linear if any(_goes_by(name, target) for target in targets)], targets)
     return adapted
+
+
+def _refuse_moved(adapted: nn.Module, wanted: list[str], targets: list[str]) -> None:
+    """Refuse adapters that PEFT puts elsewhere: on mixtures it takes names of dense layers for those of experts.
+
+    Raises:
+        BadInput: naming a layer that got none, or one that nobody asked for.
+    """
+    prefix = "base_model.model."
+    have = {name.removeprefix(prefix) for name, module in adapted.named_modules() if hasattr(module, "lora_A")}
+    missing, extra = sorted(set(wanted) - have), sorted(have - set(wanted))
+    if missing or extra:
+        told = [f"none on {missing[0]}"] * bool(missing) + [f"one on {extra[0]}"] * bool(extra)
+        dense = sorted({name.rpartition(".")[2] for name in wanted} - {name.rpartition(".")[2] for name in missing})
+        raise BadInput(
+            Problem(
+                field="lora_targets",
+                value=targets,
+                reason=f"PEFT puts adapters elsewhere in this mixture of experts: {' and '.join(told)}",
+                fix=f"name the layers outside experts, such as [{', '.join(dense)}]" if dense else "",
+            )
+        )
 
 
 def _whole_number(alpha: float) -> int | float:

@@ -14,6 +14,7 @@ from shardwise.engine.activation_offload import offload_activations
 from shardwise.engine.blocks import find_blocks
 from shardwise.engine.checkpointing import wrap_blocks
 from shardwise.engine.compat import sum_gradients, unit_key
+from shardwise.engine.compat_shard import one_mesh_after_forward
 from shardwise.engine.gathers import set_prefetch
 from shardwise.engine.loss_head import install_loss_head
 from shardwise.engine.mesh import data_mesh, tensor_mesh
@@ -78,14 +79,15 @@ def _shard(
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     order = {id(module): place for place, module in enumerate(model.modules())}
-    for unit in sorted(planned[:-1], key=lambda unit: -order[id(unit.modules[0])]):
-        modules = [wrappers.get(id(module), module) for module in unit.modules]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            reshard_after_forward=reshards(unit, plan),
-            mp_policy=unit_policy(plan.dtypes),
-            **common,
-        )
+    with one_mesh_after_forward():
+        for unit in sorted(planned[:-1], key=lambda unit: -order[id(unit.modules[0])]):
+            modules = [wrappers.get(id(module), module) for module in unit.modules]
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                reshard_after_forward=reshards(unit, plan),
+                mp_policy=unit_policy(plan.dtypes),
+                **common,
+            )
     # The root keeps torch's default for reshard_after_forward: only then is its useless second gather left out.
     fully_shard(model, mp_policy=root_policy(plan.dtypes), **common)
 

@@ -85,10 +85,25 @@ def fake_group(world: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("this process belongs to a process group already; trace in one that does not")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    _forget_shards()
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_shards()
+
+
+def _forget_shards() -> None:
+    """Drop what DTensor remembers of operators: sizes of this rank's shards, which another rank would take for its own.
+
+    It remembers by mesh and shape, not by rank (`_clear_sharding_prop_cache`), and forked ranks inherit it.
+    """
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:
+        raise UnsupportedRelease(f"torch {torch.__version__}: DTensor's cache of shapes cannot be cleared")
+    clear()
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from shardwise.predict.constants import (
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import DeviceMemory, Interval, Term
 from shardwise.spec.plan import Plan
-from shardwise.spec.units import UnitTable
 
 SEGMENT = 2 * 2**20
 """The caching allocator asks the driver for multiples of this."""
@@ -30,7 +29,6 @@ def device_memory(
     cluster: Cluster,
     *,
     largest_buffer: int = 0,
-    resharded: int | None = None,
     values: Mapping[str, float] | None = None,
 ) -> DeviceMemory:
     """Return what one card of `cluster` holds when tensors occupy `allocated` bytes at the peak.
@@ -46,18 +44,14 @@ def device_memory(
         plan: Its mesh says which communicators there are.
         cluster: Of GPUs; with CPU processes reserved is what is allocated, and nothing comes on top.
         largest_buffer: Bytes of the largest contiguous buffer.
-        resharded: `resharded_units` of the plan's; needed where `reshard_after_forward` is a number.
         values: Constants by name, in the place of those of `predict.constants`.
-
-    Raises:
-        ValueError: `resharded` is needed and missing.
     """
     if cluster.gpu is None:
         exact = Interval(low=allocated, value=allocated, high=allocated)
         tensors = Term(name="tensors", bytes=allocated, source="estimated")
         return DeviceMemory(reserved=exact, total=exact, needed=exact, terms=(tensors,), limit=None)
     limit = cluster.gpu.usable.bytes
-    count = sum(communicators(plan, resharded=resharded).values())
+    count = sum(communicators(plan).values())
     channels = NCCL_CHANNELS[cluster.gpu.link or "nvlink"]
     context, nccl = _part(CUDA_CONTEXT, 1, values), _part(NCCL_CHANNEL, count * channels, values)
     beside = round(context[1]) + round(nccl[1])
@@ -83,19 +77,11 @@ def device_memory(
     )
 
 
-def communicators(plan: Plan, *, resharded: int | None = None) -> dict[str, int]:
+def communicators(plan: Plan) -> dict[str, int]:
     """Return the NCCL communicators that a rank uses, by axis; axes of one rank have none.
 
-    All ranks share one (counts, losses), which is that of an axis that holds them all. A unit that stays sharded over
-    groups of k ranks after forward has its own (`shard/<k>`): torch makes a device mesh at each `fully_shard` call.
-    Checkpoints and other agreements go over gloo.
-
-    Args:
-        plan: What is decided.
-        resharded: `resharded_units` of its units; needed where `reshard_after_forward` is a number.
-
-    Raises:
-        ValueError: `resharded` is needed and missing.
+    All ranks share one (counts, losses), which is that of an axis that holds them all. Units that stay sharded over
+    groups of k ranks after forward have one together (`shard/<k>`). Checkpoints and other agreements go over gloo.
     """
     mesh = plan.mesh
     if mesh.world == 1:
@@ -106,17 +92,9 @@ def communicators(plan: Plan, *, resharded: int | None = None) -> dict[str, int]
         found["world"] = 1
     if plan.reduce_scatter.separate_group and mesh.shard > 1:
         found["reduce_scatter"] = 1
-    group = plan.reshard_after_forward
-    if not isinstance(group, bool):
-        if resharded is None:
-            raise ValueError("resharded is needed: each such unit has a communicator for its smaller group")
-        found[f"shard/{group}"] = resharded
+    if not isinstance(plan.reshard_after_forward, bool):
+        found[f"shard/{plan.reshard_after_forward}"] = 1
     return found
-
-
-def resharded_units(units: UnitTable) -> int:
-    """Return how many units stay sharded over smaller groups of ranks after forward."""
-    return sum(not isinstance(row.reshard_after_forward, bool) for row in units.rows)
 
 
 def _part(constant: Constant, times: int, values: Mapping[str, float] | None) -> tuple[float, float, float]:

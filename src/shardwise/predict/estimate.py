@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.predict.blocks import computation
-from shardwise.predict.terms.assembly import Assembly, highest, live_at, peak, where
+from shardwise.predict.terms.assembly import Assembly, highest, live_at, loaded, peak, where
 from shardwise.predict.terms.largest import largest_buffer
-from shardwise.predict.terms.live import Live
+from shardwise.predict.workspace import generation
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import PHASES, Footprint, Instant, Phase
 from shardwise.spec.plan import Plan
@@ -36,9 +36,7 @@ def estimate(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime 
     """
     _check(plan, cluster, runtime)
     step = _assembly(workload, cluster, runtime).step(plan)
-    loaded: Live = {name: size for name, size in step.sharding.resting.items() if name != "optimizer_states"}
-    loaded["temporaries"] = step.workspace
-    peaks: dict[Phase, Instant] = {"load": Instant(phase="load", where="root", live=loaded)}
+    peaks: dict[Phase, Instant] = {"load": Instant(phase="load", where="root", live=loaded(step))}
     for phase, candidate in highest(step).items():
         peaks[phase] = Instant(phase=phase, where=where(step, candidate.at), live=live_at(step, candidate))
     footprint = Footprint(
@@ -96,7 +94,8 @@ def _assembly(workload: Workload, cluster: Cluster, runtime: Runtime) -> Assembl
     key = (id(workload), id(cluster), id(runtime))  # an entry keeps all three alive, so their ids stay theirs
     found = _assemblies.get(key)
     if found is None:
-        computed = computation(workload, runtime, device_type=cluster.device_type)
+        kernels = generation(cluster.gpu) if cluster.gpu is not None else ""
+        computed = computation(workload, runtime, cluster.device_type, kernels)
         found = _assemblies[key] = (Assembly(computed, cluster.gpu), cluster)
         if len(_assemblies) > _REMEMBERED:
             _assemblies.pop(next(iter(_assemblies)))

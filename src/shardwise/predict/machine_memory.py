@@ -29,7 +29,6 @@ def with_machine(report: Report, workload: Workload, cluster: Cluster) -> Report
     plan, footprint = report.plan, report.footprint
     peak = footprint.peak.allocated
     kinds = unit_kinds(workload, plan)
-    resharded = sum(kind.count for kind in kinds if not isinstance(kind.row.reshard_after_forward, bool))
     on_gpus = cluster.gpu is not None
     host = host_memory(
         workload,
@@ -42,7 +41,7 @@ def with_machine(report: Report, workload: Workload, cluster: Cluster) -> Report
     device = None
     if on_gpus:
         largest = footprint.largest_buffer.bytes
-        device = device_memory(peak, plan, cluster, largest_buffer=largest, resharded=resharded)
+        device = device_memory(peak, plan, cluster, largest_buffer=largest)
         tensors, *others = device.terms
         device = replace(device, terms=(replace(tensors, source=_SOURCES[report.instrument]), *others))
     return replace(report, footprint=replace(footprint, device=device, host=host))

@@ -175,7 +175,8 @@ class _Run:
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
         if scaler.is_enabled():
-            scaler.scale(torch.zeros(()))
+            with self.tracker.births("logits_and_loss"):
+                scaler.scale(torch.zeros(()))
         optimizer.step()
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:

@@ -292,8 +292,8 @@ class Tape:
     def _run(self, node: Node) -> list[Tensor | None]:
         """Return the gradients of a node's inputs; what it has saved is let go.
 
-        They are made to fit their inputs when the node itself is done; autograd holds what it has saved until after
-        that, but not what was made again.
+        They are made to fit their inputs when the node itself is done; until after that autograd holds the gradient
+        that came and what the node has saved, but not what was made again.
         """
         grad, node.grad = node.grad, None
         assert grad is not None
@@ -301,7 +301,6 @@ class Tape:
         saved = [self._unpack(one) for one in node.saved]
         self.kind = node.kind
         outputs = list(node.derivative(grad, saved))
-        del grad
         saved.clear()
         if isinstance(node, Joint):
             node.parts.clear()

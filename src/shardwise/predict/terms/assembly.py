@@ -14,11 +14,13 @@ from shardwise.predict.terms.instants import ROOT, At
 from shardwise.predict.terms.layout import facts_of
 from shardwise.predict.terms.live import Live, together
 from shardwise.predict.terms.step import Parts, Sharding, Step
+from shardwise.predict.terms.unit_bytes import ITEM_BYTES
 from shardwise.predict.terms.update import optimizer_bytes
-from shardwise.predict.unit_rows import unit_kinds
+from shardwise.predict.unit_rows import UnitTensor, unit_kinds
 from shardwise.predict.workspace import HANDLES, workspace_bytes
 from shardwise.spec.cluster import Gpu
 from shardwise.spec.footprint import Phase
+from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
 
 EVALUATED_ROWS = 2
@@ -126,10 +128,18 @@ class Assembly:
             facts=facts,
             terms=terms,
             resting=terms.at_rest(),
+            twice_loaded=_tied_shard(tensors, computed.workload.model),
             first_block=first,
-            own_head=len(facts.units) > first + count,
             alike=_alike(facts.units[first : first + count], first_apart=facts.late is not None),
         )
+
+
+def _tied_shard(tensors: Sequence[tuple[UnitTensor, int]], model: ModelSpec) -> int:
+    """Return the bytes of a shard that two modules hold: `to_empty` makes it anew for each."""
+    if not model.tied:
+        return 0
+    name = f"{model.embedding}.weight"
+    return sum(tensor.rank_elements * ITEM_BYTES[tensor.dtype] for tensor, _ in tensors if tensor.name == name)
 
 
 T = TypeVar("T")
@@ -176,6 +186,13 @@ def _sizes(step: Step) -> Iterator[tuple[Candidate, int]]:
             held = sharding.total(at)
         batch = evaluated if at.evaluating else inputs
         yield candidate, held + kept + computed.total + waiting + workspace + batch
+
+
+def loaded(step: Step) -> Live:
+    """Return the live bytes at the end of loading: no optimizer yet, and tied weights for a moment twice."""
+    live = dict(step.sharding.resting)
+    live.pop("optimizer_states", None)
+    return together(live, {"temporaries": step.workspace + step.sharding.twice_loaded})
 
 
 def live_at(step: Step, candidate: Candidate) -> Live:

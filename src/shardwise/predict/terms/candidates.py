@@ -58,7 +58,7 @@ def forward(step: Step) -> Iterator[Candidate]:
         kept = for_all + parts.kept[block] + parts.travelling(block) + parts.carried(block)
         yield Candidate("forward", At("arrival", place), kept, NOTHING, parts.entering(block))
         yield Candidate("forward", At("forward", place), kept, parts.blocks[block].forward)
-    if sharding.own_head:
+    if sharding.facts.own_head:
         place = len(sharding.facts.units) - 1
         kept = parts.ends.shared + parts.kept[-1] + parts.travelling(len(parts.blocks))
         yield Candidate("forward", At("arrival", place), kept, NOTHING, parts.entering(len(parts.blocks)))
@@ -79,7 +79,7 @@ def backward(step: Step) -> Iterator[Candidate]:
     """Weights return while the gradient of the block's output waits; it computes; its gradients are reduced."""
     sharding, parts = step.sharding, step.parts
     shared = parts.ends.shared
-    if sharding.own_head:
+    if sharding.facts.own_head:
         place, gradient = len(sharding.facts.units) - 1, parts.ends.head.input_gradient
         yield from _reduced(place, shared + parts.kept[-1] + parts.travelling(len(parts.blocks)), gradient)
     for block in _ends_of_each(step):
@@ -111,6 +111,12 @@ def evaluation(step: Step) -> Iterator[Candidate]:
     """A forward that keeps nothing, of more rows, after a step whose gradients are still there."""
     sharding, blocks, ends = step.sharding, step.parts.evaluated, step.parts.evaluated_ends
     kept = ends.in_evaluation
+    yield Candidate("evaluation", At("arrival", ROOT, True), 0, NOTHING)
+    if sharding.first_block:
+        yield Candidate("evaluation", At("arrival", 0, True), 0, NOTHING)
+    yield Candidate(
+        "evaluation", At("forward", 0 if sharding.first_block else ROOT, True), 0, ends.embedding.evaluation
+    )
     for block in _last_of_each(step):
         place = sharding.first_block + block
         held = kept + (ends.carried if block else 0)

@@ -54,6 +54,11 @@ class Facts:
     its input, so that FSDP2 learns only at the end of backward that it is done."""
 
     @property
+    def own_head(self) -> bool:
+        """Whether the last unit is the head."""
+        return bool(self.units) and self.units[-1].block_kind is None
+
+    @property
     def offloads(self) -> bool:
         """Whether shards of parameters and gradients lie on the host, apart from the device's memory."""
         return self.plan.offload.parameters and self.device_type == "cuda"

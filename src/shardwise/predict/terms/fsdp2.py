@@ -82,7 +82,8 @@ class Fsdp2Terms:
             return self._buffer(self._end - 1) if self._by_streams else 0
         if at.moment == "loss":
             return 0
-        return self._gathered_ahead(self._end - 1, self._end - 1 - self.facts.plan.prefetch.backward)
+        last = self._end - 1 - self.facts.own_head
+        return self._gathered_ahead(last, last - self.facts.plan.prefetch.backward)
 
     def _buffer(self, place: int) -> int:
         """Return the buffer of a unit's gather; 0 where there is no such unit, or nothing to gather over."""

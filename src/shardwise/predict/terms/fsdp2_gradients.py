@@ -11,6 +11,9 @@ from shardwise.predict.terms.live import Live, together
 from shardwise.predict.terms.unit_bytes import ITEM_BYTES, UnitBytes
 from shardwise.spec.footprint import Category
 
+_FORWARD = ("arrival", "forward", "head", "loss", "head_backward")
+"""Moments at which no gradient of the micro-batch is complete."""
+
 
 class Fsdp2Gradients:
     """Gradients and reductions of one plan."""
@@ -40,9 +43,7 @@ class Fsdp2Gradients:
             return {self._shards_place: total}
         reduced = self._already(at, sums.gradient_shards, facts.root.gradient_shards)
         if self._mode == "defer_all":
-            kept = sums.kept_gradients[-1] + facts.root.kept_gradients
-            whole = kept - self._already(at, sums.kept_gradients, facts.root.kept_gradients)
-            return {"unsharded_gradients": whole + self._whole_late(at), self._shards_place: reduced}
+            return self._deferred(at, reduced)
         whole = self._whole(at)
         if self._mode == "defer_replicate":
             waiting = sums.reduced[-1] + facts.root.reduced - self._already(at, sums.reduced, facts.root.reduced)
@@ -55,7 +56,7 @@ class Fsdp2Gradients:
 
     def buffers(self, at: At) -> Live:
         """Return what reductions hold: their inputs, on CPUs the parts that arrive, and results that wait."""
-        if at.evaluating or at.moment in ("arrival", "forward", "head", "loss", "head_backward", "step"):
+        if at.evaluating or at.moment in (*_FORWARD, "step"):
             return {}
         held = self._states(at) + self._flights(at)
         if self.facts.plan.mesh.replicate > 1 and self._cast:
@@ -80,7 +81,7 @@ class Fsdp2Gradients:
         """Return the sum of a figure over the units that are reduced: `before` by place, and the root's."""
         late = self.facts.late
         late_one = 0 if late is None else before[late + 1] - before[late]
-        if at.moment in ("arrival", "forward", "head", "loss", "head_backward"):
+        if at.moment in _FORWARD:
             return 0
         if at.unit == ROOT:
             return before[-1] - late_one
@@ -91,35 +92,47 @@ class Fsdp2Gradients:
     def _whole(self, at: At) -> int:
         """Return whole gradients of units whose reduction is yet to come, but for what `predict.blocks` counts."""
         late = self.facts.late
-        if at.moment in ("arrival", "forward", "head", "loss", "head_backward"):
+        if at.moment in _FORWARD:
             return 0
+        if at.unit == ROOT and at.moment == "backward":
+            return self.facts.early_root_gradients
         if at.unit == ROOT:
             waits = 0 if late is None else self.facts.units[late].bytes.gradients
             return waits + (self.facts.root.gradients if at.moment == "reduction" else 0)
         early = 0 if at.unit == late and at.moment in ("reduction", "reduced") else self.facts.early_root_gradients
         return early + (self.facts.units[at.unit].bytes.gradients if at.moment == "reduction" else 0)
 
-    def _whole_late(self, at: At) -> int:
-        """Return whole gradients beside those that wait, when the reduction is deferred.
+    def _deferred(self, at: At, reduced: int) -> Live:
+        """Return gradients when whole ones wait for the last micro-batch.
 
-        They are added to what waits before the unit is reduced, so only the late unit's are there at the root's.
+        What a micro-batch brings is added to what waits at the end of its unit's backward, so only gradients of the
+        root's head and of the late unit are there twice for longer. The embedding's backward is looked at in a
+        micro-batch before the last, in which nothing is reduced.
         """
-        late, plan = self.facts.late, self.facts.plan
-        if plan.dtypes.reduce == plan.dtypes.param:
-            return 0  # autograd itself adds to what waits
-        if at.moment not in ("return", "backward", "reduction", "reduced"):
-            return 0
-        if at.unit == ROOT:
-            return 0 if late is None else self.facts.units[late].bytes.gradients
-        if at.unit == late and at.moment in ("reduction", "reduced"):
-            return 0
-        return self.facts.early_root_gradients
+        facts, kept, root = self.facts, self.sums.kept_gradients, self.facts.root.kept_gradients
+        waiting = kept[-1] + root
+        if at.unit == ROOT and at.moment == "backward" and facts.plan.accumulation_steps > 2:
+            reduced = 0
+        else:
+            waiting -= self._already(at, kept, root)
+        if at.moment == "reduced":
+            waiting -= self._unit(at.unit).kept_gradients
+        twice = 0
+        # In one dtype autograd itself adds to what waits.
+        if facts.plan.dtypes.reduce != facts.plan.dtypes.param and at.moment not in _FORWARD:
+            if at.unit == ROOT and at.moment != "backward":
+                twice = 0 if facts.late is None else facts.units[facts.late].bytes.gradients
+            elif at.unit != facts.late or at.moment not in ("reduction", "reduced"):
+                twice = facts.early_root_gradients
+        return {"unsharded_gradients": waiting + twice, self._shards_place: reduced}
 
     def _states(self, at: At) -> int:
         """Return inputs of earlier reductions that FSDP2 still holds: one, or as many as it may."""
         past, late, end = self.sums.reduced, self.facts.late, len(self.facts.units)
         count = self._buffers - (at.moment in ("reduction", "reduced"))
         if at.unit == ROOT:
+            if self._mode == "defer_all" and at.moment == "backward" and self.facts.plan.accumulation_steps > 2:
+                return 0
             first = 0 if late is None else late + 1
             return past[min(end, first + count)] - past[min(end, first)]
         first = at.unit + 1

@@ -32,7 +32,7 @@ def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_typ
     for kind in inner:
         placed = _placed(kind, plan)
         if kind.block_kind is None:
-            (last if kind.row.reshard_after_forward is False and _is_head(kind, model) else first).append(placed)
+            (last if kind.row.name == model.head else first).append(placed)
         for block in kind.blocks:
             by_block[block] = placed
     units = (*first, *(by_block[block] for block in sorted(by_block)), *last)
@@ -66,10 +66,6 @@ def _placed(kind: UnitKind, plan: Plan) -> PlacedUnit:
         block_kind=kind.block_kind,
         recomputed=kind.row.checkpointed,
     )
-
-
-def _is_head(kind: UnitKind, model: ModelSpec) -> bool:
-    return model.head in kind.row.name.split(" + ")
 
 
 def _embeds(tensor: UnitTensor, model: ModelSpec) -> bool:

@@ -21,10 +21,10 @@ class Sharding:
     """What is kept alive."""
     resting: Live
     """What lives all the time."""
+    twice_loaded: int
+    """Bytes of a tied weight's second shard, which exists for a moment of loading."""
     first_block: int
     """Place of block 0 among the units: 1 after an embedding of its own, else 0."""
-    own_head: bool
-    """The last unit is the head."""
     alike: tuple[tuple[int, ...], ...]
     """Blocks that are alike, by number."""
     totals: dict[At, int] = field(default_factory=dict)
