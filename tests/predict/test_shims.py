@@ -1,4 +1,5 @@
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch.nn.functional as F
 
 from predict.traced import A10, CPUS, H100, plan, workload
 from shardwise.catalogue.clusters import find_gpu
+from shardwise.engine import loss_head
 from shardwise.engine.compat_fake import FakeTensors
 from shardwise.measure.storages import StorageTracker
 from shardwise.predict.attention_kernels import Attention, scratch_bytes
@@ -66,6 +68,7 @@ def test_plans_have_those_that_concern_them():
     assert names(plan(offload=Offload(parameters=True))) - plain == {"offloaded shards"}
     assert names(plan(offload=Offload(activations=True))) - plain == {"offloaded activations"}
     assert names(plan(loss_head="fused")) - plain == {"fused loss head"}
+    assert trace(workload(layers=2), plan(loss_head="fused"), A10).footprint.of_phase("forward")
 
 
 @pytest.mark.parametrize(
@@ -172,14 +175,18 @@ def test_matrix_products_have_their_workspace():
 
 
 def test_a_fused_loss_head_makes_no_whole_logits():
-    work = workload(layers=2, seq_len=2048)
-    eager, fused = (trace(work, plan(loss_head=head), A10).footprint.of_phase("forward") for head in ("eager", "fused"))
-    tokens, vocab = 2 * 2047, 1009
-    assert eager.live["logits_and_loss"] >= 12 * tokens * vocab
-    # 512 tokens at a time, and the gradients, which are there from forward on.
-    assert fused.where == "loss"
-    made = fused.live["logits_and_loss"] + fused.live.get("unsharded_gradients", 0)
-    assert made == pytest.approx(2 * (512 * vocab + vocab * 96 + 2 * tokens * 96), rel=0.1)
+    tokens, vocab, width = 4094, 1009, 96
+    with on(A10, "fused loss head") as tracker:
+        hidden = torch.zeros(tokens, width, dtype=BF16, requires_grad=True)
+        head = SimpleNamespace(weight=torch.zeros(vocab, width, dtype=BF16, requires_grad=True))
+        installed = SimpleNamespace(parts=SimpleNamespace(head=head))
+        kept, loss = saved_bytes(lambda: loss_head.fused_loss(installed, None, hidden, None))
+        loss.backward()
+        assert (hidden.grad.shape, head.weight.grad.shape, loss.dtype) == (hidden.shape, head.weight.shape, FP32)
+    given = made = 2 * (tokens + vocab) * width
+    assert kept == made
+    # 1009 / 96 is 11 pieces of 373 tokens, rounded up to 512, and a loss for each token.
+    assert max(s.instant.allocated for s in tracker.segments()) == given + made + 2 * 512 * vocab + 4 * tokens
 
 
 def test_offloaded_states_come_for_the_update():

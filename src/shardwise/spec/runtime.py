@@ -38,8 +38,9 @@ class Runtime(Strict):
     upcasts_logits: bool = True
     """Logits are turned into fp32 before the loss; False: the loss takes them as they are (GPT-like classes of
     transformers 4 and Composer)."""
-    drops_logits: bool = True
-    """Nothing but the loss holds logits once forward is over; False: the model's output holds them through backward."""
+    drops_logits: bool = False
+    """The loss is transformers 4's, made inside the model from logits that nothing else holds; False: shardwise's own,
+    made outside of it from what leaves the model in the plan's output dtype."""
     keeps_cache: bool = False
     """Keys and values of all blocks, and the fused projections that they are views of, live until the model's forward
     returns, though nothing reads them (GPT-BigCode of transformers 4, whose cache checkpointing does not switch off)."""

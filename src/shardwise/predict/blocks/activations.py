@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.predict.blocks import ops
-from shardwise.predict.blocks.tape import Tape, Tensor
+from shardwise.predict.blocks.tape import Grads, Tape, Tensor
 
 
 def one_operation(tape: Tape, x: Tensor) -> Tensor:
@@ -24,8 +24,7 @@ def relu(tape: Tape, x: Tensor) -> Tensor:
 def squared_relu(tape: Tape, x: Tensor) -> Tensor:
     """`ReLUSquaredActivation.forward`."""
     applied = relu(tape, x)
-    squared = ops.power(tape, applied)
-    return squared
+    return ops.power(tape, applied)
 
 
 def new_gelu(tape: Tape, x: Tensor) -> Tensor:
@@ -51,3 +50,16 @@ FUNCTIONS: dict[str, Callable[[Tape, Tensor], Tensor]] = {
 def apply(tape: Tape, x: Tensor, word: str) -> Tensor:
     """Apply an activation function."""
     return FUNCTIONS.get(word, one_operation)(tape, x)
+
+
+def gated(tape: Tape, first: Tensor, second: Tensor) -> Tensor:
+    """An activation function and the product with what it lets through, in one kernel."""
+    size, item = first.elements, first.item
+    needs = first.needs_grad, second.needs_grad
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        return tape.new(size, item) if needs[0] else None, tape.new(size, item) if needs[1] else None
+
+    node = tape.node((first, second), derivative)
+    tape.save(node, first, second)
+    return tape.new(size, item, node)

@@ -94,8 +94,8 @@ def _written(tape: Tape, base: Tensor, part: Tensor) -> Tensor:
 def halved(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb`."""
     table = rotary.tables(scene, rotary_dim(scene.layers.config))
-    turned = rotary.turned(scene.tape, query, table)
-    return turned, rotary.turned(scene.tape, key, table)
+    turned = rotary.turned(scene, query, table)
+    return turned, rotary.turned(scene, key, table)
 
 
 def interleaved(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

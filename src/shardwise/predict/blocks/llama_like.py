@@ -123,6 +123,9 @@ def mlp(scene: Scene, x: Tensor) -> Tensor:
 
 def gated(scene: Scene, x: Tensor, name: str) -> Tensor:
     """`LlamaMLP.forward`."""
+    if scene.setting.compiled:
+        first, second = scene.project(f"{name}.gate_proj", x), scene.project(f"{name}.up_proj", x)
+        return scene.project(f"{name}.down_proj", scene.gate(first, second))
     return scene.project(
         f"{name}.down_proj",
         ops.mul(scene.tape, scene.act(scene.project(f"{name}.gate_proj", x)), scene.project(f"{name}.up_proj", x)),

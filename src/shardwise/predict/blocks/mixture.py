@@ -137,7 +137,7 @@ def gate(scene: Scene, both: Tensor) -> Tensor:
     """`_default_apply_gate`."""
     part = both.elements // 2
     first, second = ops.split(scene.tape, both, (part, part))
-    return ops.mul(scene.tape, scene.act(first), second)
+    return scene.gate(first, second) if scene.setting.compiled else ops.mul(scene.tape, scene.act(first), second)
 
 
 def picked(tape: Tape, x: Tensor, elements: int, index: Tensor) -> Tensor:

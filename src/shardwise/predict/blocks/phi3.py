@@ -43,8 +43,8 @@ def turn(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     table = rotary.tables(scene, width)
     query_turns, query_passes = rotary.halves(tape, query, width, head)
     key_turns, key_passes = rotary.halves(tape, key, width, head)
-    query_turned = ops.cat(tape, rotary.turned(tape, query_turns, table), query_passes)
-    return query_turned, ops.cat(tape, rotary.turned(tape, key_turns, table), key_passes)
+    query_turned = ops.cat(tape, rotary.turned(scene, query_turns, table), query_passes)
+    return query_turned, ops.cat(tape, rotary.turned(scene, key_turns, table), key_passes)
 
 
 def mlp(scene: Scene, x: Tensor) -> Tensor:
@@ -52,5 +52,5 @@ def mlp(scene: Scene, x: Tensor) -> Tensor:
     tape, x = scene.tape, scene.enter("mlp", x)
     up = scene.project("mlp.gate_up_proj", x)
     gate, up = ops.split(tape, up, (up.elements // 2, up.elements // 2))
-    up = ops.mul(tape, up, scene.act(gate))
+    up = scene.gate(gate, up) if scene.setting.compiled else ops.mul(tape, up, scene.act(gate))
     return scene.project("mlp.down_proj", up)

@@ -14,8 +14,11 @@ def tables(scene: Scene, width: int) -> Tensor:
     return scene.shared(scene.setting.padded_length * width)
 
 
-def turned(tape: Tape, x: Tensor, table: Tensor) -> Tensor:
-    """`x * cos + rotate_half(x) * sin`."""
+def turned(scene: Scene, x: Tensor, table: Tensor) -> Tensor:
+    """`x * cos + rotate_half(x) * sin`; compiled, one kernel."""
+    tape = scene.tape
+    if scene.setting.compiled:
+        return ops.scale(tape, x)
     return ops.add(tape, ops.mul(tape, x, table), ops.mul(tape, rotate_half(tape, x), table))
 
 
@@ -29,16 +32,16 @@ def rotate_half(tape: Tape, x: Tensor) -> Tensor:
 def both(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb` over whole heads."""
     table = tables(scene, scene.attention.head_dim)
-    query_turned = turned(scene.tape, query, table)
-    return query_turned, turned(scene.tape, key, table)
+    query_turned = turned(scene, query, table)
+    return query_turned, turned(scene, key, table)
 
 
 def both_in_fp32(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Olmo 2's `apply_rotary_pos_emb`: with tables in fp32."""
     tape, item = scene.tape, query.item
     table = Tensor(scene.shared(1).storage, scene.setting.padded_length * scene.attention.head_dim, ops.FLOAT)
-    query_turned = turned(tape, query, table)
-    key_turned = turned(tape, key, table)
+    query_turned = turned(scene, query, table)
+    key_turned = turned(scene, key, table)
     return ops.cast(tape, query_turned, item), ops.cast(tape, key_turned, item)
 
 
@@ -59,7 +62,7 @@ def partly(scene: Scene, query: Tensor, key: Tensor, default: float) -> tuple[Te
     table = tables(scene, width)
     query_turns, query_passes = halves(tape, query, width, head)
     key_turns, key_passes = halves(tape, key, width, head)
-    query_turned, key_turned = turned(tape, query_turns, table), turned(tape, key_turns, table)
+    query_turned, key_turned = turned(scene, query_turns, table), turned(scene, key_turns, table)
     query_turned = ops.cat(tape, query_turned, query_passes)
     return query_turned, ops.cat(tape, key_turned, key_passes)
 

@@ -49,6 +49,9 @@ class Facts:
     """The root unit, gathered from the first forward to the end of backward."""
     early_root_gradients: int
     """Bytes of the root's whole gradients that exist from the loss on: those of its head and its last norm."""
+    tied_gradient: int
+    """Bytes of the whole gradient of a weight that embedding and head share, in the root or a unit of its own. The
+    head's part of it waits in autograd until the embedding's is there."""
     late: int | None
     """Place of the unit that is reduced after the root: the first that backward reaches, where no gradient flows into
     its input, so that FSDP2 learns only at the end of backward that it is done."""

@@ -31,6 +31,8 @@ class Fsdp2Gradients:
         self._exchanged = facts.device_type == "cpu" and self._ranks > 1
         self._buffers = 1 if self._exchanged else plan.reduce_scatter.buffers
         self._in_flight = plan.reduce_scatter.buffers if self._exchanged and plan.reduce_scatter.asynchronous else 0
+        in_root = facts.early_root_gradients >= facts.tied_gradient > 0 and facts.units[0].block_kind is not None
+        self._early_others = facts.early_root_gradients - (facts.tied_gradient if in_root else 0)
         waits_reduced = self._mode == "defer_all"
         self._gradient_item = ITEM_BYTES[plan.dtypes.reduce if waits_reduced else plan.dtypes.param]
         self._shards_place: Category = "offloaded" if facts.offloads else "sharded_gradients"
@@ -44,15 +46,20 @@ class Fsdp2Gradients:
         reduced = self._already(at, sums.gradient_shards, facts.root.gradient_shards)
         if self._mode == "defer_all":
             return self._deferred(at, reduced)
-        whole = self._whole(at)
         if self._mode == "defer_replicate":
             waiting = sums.reduced[-1] + facts.root.reduced - self._already(at, sums.reduced, facts.root.reduced)
-            return {"unsharded_gradients": whole, self._shards_place: reduced + waiting // self._ranks}
-        if self._apart:
+            reduced += waiting // self._ranks
+        elif self._apart:
             reduced += total
         elif self._several:
             reduced = total
-        return {"unsharded_gradients": whole, self._shards_place: reduced}
+        waits = self._early(at)
+        tied = facts.tied_gradient if waits else 0
+        return {
+            "unsharded_gradients": waits * self._early_others + self._complete(at),
+            "logits_and_loss": tied,
+            self._shards_place: reduced,
+        }
 
     def buffers(self, at: At) -> Live:
         """Return what reductions hold: their inputs, on CPUs the parts that arrive, and results that wait."""
@@ -89,18 +96,19 @@ class Fsdp2Gradients:
             return before[-1] - late_one + root
         return before[-1] - before[at.unit + 1]
 
-    def _whole(self, at: At) -> int:
-        """Return whole gradients of units whose reduction is yet to come, but for what `predict.blocks` counts."""
-        late = self.facts.late
+    def _early(self, at: At) -> bool:
+        """Whether gradients that exist from the loss on wait for the root's reduction, or for the embedding's."""
         if at.moment in _FORWARD:
-            return 0
-        if at.unit == ROOT and at.moment == "backward":
-            return self.facts.early_root_gradients
-        if at.unit == ROOT:
-            waits = 0 if late is None else self.facts.units[late].bytes.gradients
-            return waits + (self.facts.root.gradients if at.moment == "reduction" else 0)
-        early = 0 if at.unit == late and at.moment in ("reduction", "reduced") else self.facts.early_root_gradients
-        return early + (self.facts.units[at.unit].bytes.gradients if at.moment == "reduction" else 0)
+            return False
+        return at.moment not in ("reduction", "reduced") or at.unit not in (ROOT, self.facts.late)
+
+    def _complete(self, at: At) -> int:
+        """Return whole gradients of units whose backward is over and whose reduction is not."""
+        late, reduces = self.facts.late, at.moment == "reduction"
+        mine = self._unit(at.unit).gradients if reduces else 0
+        if at.unit == ROOT and at.moment in ("reduction", "reduced") and late is not None:
+            return mine + self.facts.units[late].bytes.gradients
+        return mine
 
     def _deferred(self, at: At, reduced: int) -> Live:
         """Return gradients when whole ones wait for the last micro-batch.
@@ -117,14 +125,15 @@ class Fsdp2Gradients:
             waiting -= self._already(at, kept, root)
         if at.moment == "reduced":
             waiting -= self._unit(at.unit).kept_gradients
-        twice = 0
+        late, ends = facts.late, at.moment in ("reduction", "reduced")
         # In one dtype autograd itself adds to what waits.
-        if facts.plan.dtypes.reduce != facts.plan.dtypes.param and at.moment not in _FORWARD:
-            if at.unit == ROOT and at.moment != "backward":
-                twice = 0 if facts.late is None else facts.units[facts.late].bytes.gradients
-            elif at.unit != facts.late or at.moment not in ("reduction", "reduced"):
-                twice = facts.early_root_gradients
-        return {"unsharded_gradients": waiting + twice, self._shards_place: reduced}
+        apart = facts.plan.dtypes.reduce != facts.plan.dtypes.param
+        if self._early(at) and apart:
+            waiting += self._early_others
+        elif at.unit == ROOT and ends and late is not None and apart:
+            waiting += facts.units[late].bytes.gradients
+        tied = facts.tied_gradient if self._early(at) else 0
+        return {"unsharded_gradients": waiting, "logits_and_loss": tied, self._shards_place: reduced}
 
     def _states(self, at: At) -> int:
         """Return inputs of earlier reductions that FSDP2 still holds: one, or as many as it may."""

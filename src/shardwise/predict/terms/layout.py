@@ -42,6 +42,7 @@ def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_typ
         units=units,
         root=UnitBytes.of(root.tensors, plan),
         early_root_gradients=UnitBytes.of([t for t in root.tensors if not _embeds(t, model)], plan).gradients,
+        tied_gradient=_tied_gradient(kinds, plan, model),
         late=_late(units, root.tensors, model),
     )
 
@@ -74,6 +75,14 @@ def _embeds(tensor: UnitTensor, model: ModelSpec) -> bool:
         return not model.tied
     owner = tensor.name.rpartition(".")[0]
     return any(module.name == owner and module.kind.endswith("Embedding") for module in model.modules)
+
+
+def _tied_gradient(kinds: Sequence[UnitKind], plan: Plan, model: ModelSpec) -> int:
+    if not model.tied:
+        return 0
+    name = f"{model.embedding}.weight"
+    tied = [tensor for kind in kinds if kind.block_kind is None for tensor in kind.tensors if tensor.name == name]
+    return UnitBytes.of(tied, plan).gradients
 
 
 def _late(units: Sequence[PlacedUnit], root: Sequence[UnitTensor], model: ModelSpec) -> int | None:
