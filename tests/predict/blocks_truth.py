@@ -100,6 +100,26 @@ def measure(model: nn.Module, rows: int, length: int, vocab: int) -> dict[str, i
     return _levels(step)
 
 
+def measure_evaluation(model: nn.Module, rows: int, length: int, vocab: int) -> dict[str, int]:
+    """Return the highest level of every part of a forward without gradients."""
+    ids = torch.randint(vocab, (rows, length))
+    batch = Batch(ids, torch.ones_like(ids), ids.clone())
+    blocks = find_blocks(model).modules
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(partial(_enter, index), with_kwargs=True)
+        block.register_forward_hook(partial(_leave, index, len(blocks)))
+    model.eval()
+
+    @torch.no_grad()
+    def forward() -> None:
+        with record_function("PART embedding"):
+            pass
+        token_loss(model, batch)
+
+    forward()
+    return _levels(forward)
+
+
 def _mark(name: str, *_: object) -> None:
     with record_function(f"PART {name}"):
         pass

@@ -87,11 +87,11 @@ CASES = {
         A10,
     ),
     "every second": (workload(layers=7), plan(activation_checkpointing="every_2"), A10),
-    "mixture": (workload("qwen3_moe", layers=6, config=MIXTURE), plan(), A10),
-    "kept": (workload(layers=6), plan(strategy="SHARD_GRAD_OP", reshard_after_forward=False), A10),
-    "to two ranks": (workload(layers=6), plan(reshard_after_forward=2), A10),
 }
 MORE = {
+    "to two ranks": (workload(layers=6), plan(reshard_after_forward=2), A10),
+    "kept": (workload(layers=6), plan(strategy="SHARD_GRAD_OP", reshard_after_forward=False), A10),
+    "mixture": (workload("qwen3_moe", layers=6, config=MIXTURE), plan(), A10),
     "full on CPUs": (workload(layers=9), plan(), CPUS),
     "latent": (workload("deepseek_v3", layers=9, config=LATENT), plan(), A10),
     "gathered ahead": (

@@ -46,6 +46,7 @@ def test_logits_of_an_eager_head_cost_twelve_bytes_each():
     assert forward.live["logits_and_loss"] == pytest.approx(4 * ROWS * (3 * LENGTH - 2) * 50_021, rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_first_step_need_not_be_computed(monkeypatch):
     fp16 = dtypes(param="fp16", loss_scaling=True, frozen_storage="bf16")
     cases = [
@@ -119,10 +120,10 @@ def test_a_chunked_head_holds_the_logits_of_one_chunk():
     ("family", "config"),
     [
         ("gpt2", {}),
-        ("phi3", {}),
-        ("mixtral", {"num_local_experts": 3}),
+        pytest.param("phi3", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"num_local_experts": 3}, marks=pytest.mark.slow),
         ("deepseek_v3", LATENT),
-        ("gemma3_text", {"sliding_window": 16}),
+        pytest.param("gemma3_text", {"sliding_window": 16}, marks=pytest.mark.slow),
     ],
 )
 def test_other_families_are_traced(family, config):

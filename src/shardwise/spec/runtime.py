@@ -10,8 +10,8 @@ from shardwise.spec.strict import Strict
 
 Sharding = Literal["fsdp2", "fsdp1", "none", "megatron"]
 """`fsdp2`: one DTensor per parameter; `fsdp1`: one flat parameter per unit; `none`: one GPU or DDP, without gathered
-copies (over a shard axis: gradients and optimizer states are sharded, weights are not, as in ZeRO-2); `megatron`: tensor
-and pipeline parallelism with a distributed optimizer."""
+copies (over a shard axis: gradients and optimizer states are sharded, weights are not, as in ZeRO-2); `megatron`:
+tensor and pipeline parallelism with a distributed optimizer."""
 
 Quantization = Literal["nf4", "nf4-dq", "int8", "gptq4"]
 """`nf4`: 4 bits and a constant per 64 weights; `nf4-dq`: these constants quantised once more; `int8`: 8 bits and a
@@ -31,8 +31,8 @@ class Runtime(Strict):
     compiled: bool = False
     """Blocks are compiled: pointwise chains become one kernel and save less."""
     reentrant: bool = False
-    """Checkpointing enters autograd once more (transformers' Trainer before version 5): a recomputed block's output lives
-    as long as its backward, and FSDP1 gathers nothing ahead in backward."""
+    """Checkpointing enters autograd once more (transformers' Trainer before version 5): a recomputed block's output
+    lives as long as its backward, and FSDP1 gathers nothing ahead in backward."""
     every_second_matmul: bool = False
     """Selective checkpointing keeps every second matrix product (torchtitan's); False: all of large inner dimension."""
     upcasts_logits: bool = True
@@ -43,15 +43,15 @@ class Runtime(Strict):
     made outside of it from what leaves the model in the plan's output dtype."""
     keeps_cache: bool = False
     """Keys and values of all blocks, and the fused projections that they are views of, live until the model's forward
-    returns, though nothing reads them (GPT-BigCode of transformers 4, whose cache checkpointing does not switch off)."""
+    returns, though nothing reads them (GPT-BigCode of transformers 4: checkpointing leaves its cache on)."""
     parallel_loss: bool = False
     """Over a tensor axis each rank has the logits of its part of the vocabulary only, in the loss too."""
     autocast: bool = False
-    """torch.autocast computes in the compute dtype: layer norms give fp32, which a quantised linear layer hands on and a
-    plain one casts; adapters and other weights may rest in fp32."""
+    """torch.autocast computes in the compute dtype: layer norms give fp32, which a quantised linear layer hands on and
+    a plain one casts; adapters and other weights may rest in fp32."""
     base_quantization: Quantization | None = None
     """How linear layers of the frozen blocks are stored; None: in the plan's dtype of frozen weights."""
     optimizer_bytes: Annotated[float, Field(ge=0)] | None = None
-    """Bytes of optimizer states per trained parameter, a master copy among them; None: those of the plan's optimizer."""
+    """Bytes of optimizer states per trained parameter, a master copy included; None: those of the plan's optimizer."""
     step_in_backward: bool = False
     """Every gradient is used up, and freed, as soon as it is there."""

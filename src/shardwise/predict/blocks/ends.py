@@ -38,13 +38,12 @@ def walk_ends(
     """
     shared, in_forward = _shared(family, model, setting, again=again)
     embedding = _embedding(family, layers, model, setting)
-    if family.positions:
-        in_forward += (setting.tokens + _positions(family, setting)) * model.hidden * setting.item
+    held = (setting.tokens + _positions(family, setting)) * model.hidden * setting.item if family.positions else 0
     return EndsMemory(
         inputs=3 * ops.WORD * setting.tokens,
         shared=shared,
-        in_forward=in_forward,
-        in_evaluation=sum(_shared(family, model, evaluated(setting), again=False)),
+        in_forward=in_forward + held,
+        in_evaluation=shared + in_forward + held,
         carried=0 if family.positions else embedding.output,
         embedding=embedding,
         head=_head(family, layers, model, setting, loss, chunk, output),

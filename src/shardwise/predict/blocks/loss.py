@@ -151,10 +151,10 @@ def by_kernel(scene: Scene, inputs: list[Tensor], vocab: int) -> Tensor:
     """
     tape = scene.tape
     whole = inputs.pop()
-    if scene.setting.program.upcasts_logits and not scene.setting.compiled:
+    if scene.setting.program.upcasts_logits and not scene.setting.program.compiled:
         whole = ops.cast(tape, whole, ops.FLOAT)
-    logits = whole if scene.setting.compiled else without_last(scene, whole, vocab)
-    size, item, in_place = logits.elements, logits.item, not scene.setting.compiled
+    logits = whole if scene.setting.program.compiled else without_last(scene, whole, vocab)
+    size, item, in_place = logits.elements, logits.item, not scene.setting.program.compiled
 
     def derivative(_: Tensor, saved: list[Tensor]) -> Grads:
         return (saved[0] if in_place else tape.new(size, item),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.predict.blocks.ends import walk_ends
 from shardwise.predict.blocks.families import Family, family_of
 from shardwise.predict.blocks.live import EndsMemory, PartMemory
@@ -67,7 +69,7 @@ class Computation:
                 self.family,
                 self.weights(plan.mesh.tensor).outside,
                 self.workload.model,
-                self.setting(plan),
+                replace(self.setting(plan), compiled=False),
                 loss="kernel" if self.runtime.fused_loss and plan.loss_head == "eager" else plan.loss_head,
                 chunk=plan.loss_chunk,
                 output=ITEM[plan.dtypes.output],
@@ -137,12 +139,8 @@ def computation(workload: Workload, runtime: Runtime, device_type: Device, gener
     Raises:
         BadInput: a model whose blocks are not known by formula.
     """
-    key = (
-        id(workload),
-        id(runtime),
-        device_type,
-        generation,
-    )  # a Computation keeps both alive, so their ids stay theirs
+    # A Computation keeps workload and runtime alive, so their ids stay theirs.
+    key = (id(workload), id(runtime), device_type, generation)
     found = _computations.get(key)
     if found is None:
         found = Computation(workload, runtime, device_type, generation)

@@ -40,7 +40,7 @@ class Weights:
         """Read it.
 
         Raises:
-            BadInput: adapters or a tensor axis that the model does not take; blocks of one kind with different adapters.
+            BadInput: adapters or a tensor axis that the model does not take; different adapters in blocks of one kind.
         """
         self._model, self._lora, self._ranks, self._naming = model, lora, ranks, naming
         self._split = Split(model, ranks)

@@ -173,6 +173,7 @@ class Tape:
         self.sums_in_place = sums_in_place
         self.kind = TEMPORARY
         self.distributed = False
+        self.stays = 0
         self.region: Region | None = None
         self.keeps: Callable[[str, int, int], bool] | None = None
         self._order = 0
@@ -244,6 +245,7 @@ class Tape:
         outputs = make()
         for output in outputs:
             output.storage.save(ACTIVATION)
+            self.stays += output.storage.size
         region.cache.append(tuple(Tensor(out.storage, out.elements, out.item) for out in outputs))
         return outputs
 

@@ -44,22 +44,21 @@ def walk(
     if first and setting.sequence_parallel:
         program = partial(_on_own_part, program)
     inputs = [tape.new(size, item, None if frozen else Leaf(TEMPORARY), ACTIVATION)]
-    if mode == "none":
-        output = program(scene, inputs[0])
-    else:
-        output = _checkpointed(tape, program, scene, inputs[0])
+    run = program if mode == "none" else partial(_checkpointed, program)
+    output = run(scene, inputs[0])
     given = ref(inputs.pop().storage)
     forward, root = live_of(memory.at_peak), output.node
     kept, keeps_input = memory.now - output.storage.size, given() is not None
     del output
+    travelling = max(kept - tape.stays, 0) if offload and setting.device == "cuda" else 0
     backward = Live()
     if root is not None:
         memory.reset()
         tape.backward(root, setting.own_tokens * layers.hidden, item)
         backward = live_of(memory.at_peak)
     return PartMemory(
-        kept=0 if offload else kept,
-        travelling=kept if offload else 0,
+        kept=kept - travelling,
+        travelling=travelling,
         keeps_input=keeps_input,
         output=setting.own_tokens * layers.hidden * item,
         input_gradient=0 if frozen else size * item,
@@ -69,10 +68,10 @@ def walk(
     )
 
 
-def _checkpointed(tape: Tape, program: Program, scene: Scene, x: Tensor) -> Tensor:
+def _checkpointed(program: Program, scene: Scene, x: Tensor) -> Tensor:
     """Run the block so that it keeps its input alone."""
     reentrant = scene.setting.program.reentrant
-    return tape.checkpointed(lambda: program(scene, x), scene.setting.device, reentrant=reentrant)
+    return scene.tape.checkpointed(lambda: program(scene, x), scene.setting.device, reentrant=reentrant)
 
 
 def _on_own_part(program: Program, scene: Scene, x: Tensor) -> Tensor:

@@ -91,12 +91,19 @@ class Assembly:
     def _make_parts(self, plan: Plan) -> Parts:
         evaluated = plan.model_copy(update={"micro_batch": EVALUATED_ROWS * plan.micro_batch})
         ends, blocks = self.computed.ends(plan), self._blocks(plan)
+        workload = self.computed.workload
+        dtypes = plan.dtypes
+        item = ITEM_BYTES[dtypes.param] + (ITEM_BYTES[dtypes.output] if dtypes.output != dtypes.param else 0)
+        logits = plan.micro_batch * workload.seq_len * workload.model.vocab // plan.mesh.tensor
         return Parts(
             ends=ends,
             blocks=blocks,
             evaluated_ends=self.computed.ends(evaluated),
             evaluated=self._blocks(evaluated),
             kept=tuple(accumulate((part.kept for part in blocks), initial=ends.embedding.kept)),
+            logits=logits * item,
+            logits_gradient=logits * ITEM_BYTES[dtypes.param],
+            evaluated_logits=EVALUATED_ROWS * logits * item,
         )
 
     def _blocks(self, plan: Plan) -> tuple[PartMemory, ...]:

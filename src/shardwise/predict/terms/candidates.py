@@ -66,13 +66,32 @@ def forward(step: Step) -> Iterator[Candidate]:
 
 def loss(step: Step) -> Iterator[Candidate]:
     """Whole logits become a loss outside the root's forward; a loss in pieces is made inside it."""
-    parts, whole = step.parts, step.plan.loss_head == "eager"
-    head = parts.ends.head
+    parts, head = step.parts, step.parts.ends.head
     kept = parts.ends.shared + parts.kept[-1] + parts.travelling(len(parts.blocks))
-    yield Candidate("forward", At("loss" if whole else "head"), kept, head.forward)
+    if step.plan.loss_head != "eager":
+        yield Candidate("forward", At("head"), kept, head.forward)
+        yield Candidate("backward", At("head_backward"), kept, head.backward)
+        return
+    yield from _whole_logits(step, kept)
+    yield Candidate("forward", At("loss"), kept, head.forward)
     # Before the gradient of whole logits is there, FSDP2 does not know of a backward and gathers nothing ahead.
-    at_logits = whole and not head.backward.gradients
-    yield Candidate("backward", At("loss" if at_logits else "head_backward"), kept, head.backward)
+    moment: Moment = "head_backward" if head.backward.gradients else "loss"
+    yield Candidate("backward", At(moment), kept, head.backward)
+
+
+def _whole_logits(step: Step, kept: int) -> Iterator[Candidate]:
+    """Logits, or their gradient, while the buffers of gathers are there, which they are not around the loss.
+
+    The last one in forward is held by a local variable of `_post_forward` until logits have been cast. The last norm
+    keeps about four hidden states (its input, in fp32 too, and its output).
+    """
+    parts = step.parts
+    entering = parts.entering(len(parts.blocks))
+    made = Computed(activations=4 * entering, logits=parts.logits)
+    yield Candidate("forward", At("head"), kept, made)
+    gradient = step.sharding.facts.head_gradient
+    undone = Computed(activations=2 * entering, temporaries=entering, logits=parts.logits_gradient, gradients=gradient)
+    yield Candidate("backward", At("head_backward"), kept, undone)
 
 
 def backward(step: Step) -> Iterator[Candidate]:
@@ -123,8 +142,11 @@ def evaluation(step: Step) -> Iterator[Candidate]:
         entering = blocks[block - 1].output if block else ends.embedding.output
         yield Candidate("evaluation", At("arrival", place, True), held, NOTHING, entering)
         yield Candidate("evaluation", At("forward", place, True), held, blocks[block].evaluation)
-    moment: Moment = "loss" if step.plan.loss_head == "eager" else "head"
-    yield Candidate("evaluation", At(moment, ROOT, True), kept, ends.head.evaluation)
+    whole = step.plan.loss_head == "eager"
+    yield Candidate("evaluation", At("loss" if whole else "head", ROOT, True), kept, ends.head.evaluation)
+    if whole:
+        made = Computed(logits=step.parts.evaluated_logits)
+        yield Candidate("evaluation", At("head", ROOT, True), kept, made, 2 * blocks[-1].output)
 
 
 def _last_of_each(step: Step) -> Iterator[int]:

@@ -49,6 +49,8 @@ class Facts:
     """The root unit, gathered from the first forward to the end of backward."""
     early_root_gradients: int
     """Bytes of the root's whole gradients that exist from the loss on: those of its head and its last norm."""
+    head_gradient: int
+    """Bytes of the whole gradient of the head's weight; 0: it does not train."""
     tied_gradient: int
     """Bytes of the whole gradient of a weight that embedding and head share, in the root or a unit of its own. The
     head's part of it waits in autograd until the embedding's is there."""

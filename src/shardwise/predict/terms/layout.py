@@ -35,6 +35,7 @@ def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_typ
             (last if kind.row.name == model.head else first).append(placed)
         for block in kind.blocks:
             by_block[block] = placed
+    head_gradient = _head_gradient(kinds, plan, model)
     units = (*first, *(by_block[block] for block in sorted(by_block)), *last)
     return Facts(
         plan=plan,
@@ -42,7 +43,8 @@ def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_typ
         units=units,
         root=UnitBytes.of(root.tensors, plan),
         early_root_gradients=UnitBytes.of([t for t in root.tensors if not _embeds(t, model)], plan).gradients,
-        tied_gradient=_tied_gradient(kinds, plan, model),
+        head_gradient=head_gradient,
+        tied_gradient=head_gradient if model.tied else 0,
         late=_late(units, root.tensors, model),
     )
 
@@ -77,12 +79,10 @@ def _embeds(tensor: UnitTensor, model: ModelSpec) -> bool:
     return any(module.name == owner and module.kind.endswith("Embedding") for module in model.modules)
 
 
-def _tied_gradient(kinds: Sequence[UnitKind], plan: Plan, model: ModelSpec) -> int:
-    if not model.tied:
-        return 0
-    name = f"{model.embedding}.weight"
-    tied = [tensor for kind in kinds if kind.block_kind is None for tensor in kind.tensors if tensor.name == name]
-    return UnitBytes.of(tied, plan).gradients
+def _head_gradient(kinds: Sequence[UnitKind], plan: Plan, model: ModelSpec) -> int:
+    name = f"{model.embedding if model.tied else model.head}.weight"
+    outside = (tensor for kind in kinds if kind.block_kind is None for tensor in kind.tensors)
+    return UnitBytes.of([tensor for tensor in outside if tensor.name == name], plan).gradients
 
 
 def _late(units: Sequence[PlacedUnit], root: Sequence[UnitTensor], model: ModelSpec) -> int | None:

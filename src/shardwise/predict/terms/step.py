@@ -62,6 +62,12 @@ class Parts:
     """The blocks, of as many rows."""
     kept: tuple[int, ...]
     """Bytes that embedding and blocks before each block keep for backward; the last entry: all."""
+    logits: int
+    """Bytes of all logits, as the head makes them and as they leave the model."""
+    logits_gradient: int
+    """Bytes of their gradient in the compute dtype."""
+    evaluated_logits: int
+    """`logits` of an evaluation."""
 
     def entering(self, block: int) -> int:
         """Return the bytes of a block's input; after the last, of the head's."""
