@@ -321,6 +321,8 @@ class Difference:
     """The estimate's."""
     phases: dict[str, float]
     """Relative difference of each phase's peak."""
+    largest: float
+    """Relative difference of the largest contiguous buffer."""
 
     @property
     def total(self) -> float:
@@ -341,7 +343,13 @@ def compare(one: Case) -> Difference:
     """Estimate and trace one configuration."""
     estimated = estimate(one.workload, one.plan, one.cluster).footprint
     traced = trace(one.workload, one.plan, one.cluster).footprint
-    return Difference(name=one.name, traced=traced.peak, estimated=estimated.peak, phases=_by_phase(estimated, traced))
+    return Difference(
+        name=one.name,
+        traced=traced.peak,
+        estimated=estimated.peak,
+        phases=_by_phase(estimated, traced),
+        largest=estimated.largest_buffer.bytes / traced.largest_buffer.bytes - 1,
+    )
 
 
 def _by_phase(estimated: Footprint, traced: Footprint) -> dict[str, float]:
@@ -363,7 +371,7 @@ def table(differences: Sequence[Difference]) -> str:
         where = f"{one.traced.phase[:4]}:{one.traced.where} / {one.estimated.phase[:4]}:{one.estimated.where}"
         lines.append(
             f"{one.name:28} {one.traced.allocated / 2**20:10.1f} {one.estimated.allocated / 2**20:10.1f} "
-            f"{one.total:+7.2%}  {phases}  {where}  {shown}"
+            f"{one.total:+7.2%}  {phases} largest {one.largest:+.1%}  {where}  {shown}"
         )
     totals = [abs(one.total) for one in differences]
     lines.append(f"{len(totals)} configurations: median {median(totals):.2%}, worst {max(totals):.2%}")

@@ -1,10 +1,11 @@
 import pytest
 
-from predict.traced import A10, CPUS, LATENT, LORA, MIXTURE, at_full_depth, dtypes, plan, workload
+from predict.traced import A10, CPUS, LATENT, MIXTURE, at_full_depth, dtypes, plan, workload
 from shardwise.measure.storages import Key, Segment, peaks
 from shardwise.predict.depth import Depths, DepthsDiffer, Run, depths_of, extend, runs_of
 from shardwise.predict.trace import trace
 from shardwise.spec.layout import Mesh, Offload, Prefetch, ReduceScatter
+from shardwise.spec.method import Lora
 
 
 @pytest.mark.parametrize(
@@ -79,16 +80,20 @@ def test_traces_that_do_not_compare_are_not_extended():
 FROZEN = dtypes(frozen_storage="bf16")
 SLOW = pytest.mark.slow
 CASES = {
-    "full": (workload(layers=7), plan(), A10),
-    "LoRA": (workload(layers=6, lora=LORA), plan(dtypes=FROZEN, activation_checkpointing="none"), A10),
-    "two kinds": (
-        workload("gemma2", layers=7, seq_len=40, config={"sliding_window": 32}),
-        plan(attention="eager", activation_checkpointing="none"),
+    "full": (workload(layers=6), plan(), A10),
+    "LoRA": (
+        workload(layers=5, lora=Lora(rank=3, targets=("q_proj", "down_proj"))),
+        plan(dtypes=FROZEN, activation_checkpointing="none"),
         A10,
     ),
     "every second": (workload(layers=7), plan(activation_checkpointing="every_2"), A10),
 }
 MORE = {
+    "two kinds": (
+        workload("gemma2", layers=7, seq_len=40, config={"sliding_window": 32}),
+        plan(attention="eager", activation_checkpointing="none"),
+        A10,
+    ),
     "to two ranks": (workload(layers=6), plan(reshard_after_forward=2), A10),
     "kept": (workload(layers=6), plan(strategy="SHARD_GRAD_OP", reshard_after_forward=False), A10),
     "mixture": (workload("qwen3_moe", layers=6, config=MIXTURE), plan(), A10),
@@ -133,7 +138,7 @@ def test_buckets_of_an_optimizer_that_rests_elsewhere_fill_up_with_depth(monkeyp
     from shardwise.engine import resting_state
 
     monkeypatch.setattr(resting_state, "BUCKET_ELEMENTS", 30_000)
-    work, how = workload(layers=7), plan(offload=Offload(optimizer=True))
+    work, how = workload(layers=5), plan(offload=Offload(optimizer=True))
     said = trace(work, how, A10).footprint.of_phase("optimizer_step")
     whole = {instant.phase: instant for instant in peaks(at_full_depth(work, how, A10).segments)}
     assert said.allocated == pytest.approx(whole["optimizer_step"].allocated, rel=1e-3)

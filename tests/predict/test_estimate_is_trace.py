@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+
 from predict.estimate_grid import (
     A10,
     A100,
@@ -22,7 +23,6 @@ from predict.estimate_grid import (
     replicas,
     table,
 )
-
 from shardwise.spec.layout import Mesh, Offload, Units
 
 SHALLOW = {"num_hidden_layers": 3}

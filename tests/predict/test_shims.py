@@ -209,7 +209,7 @@ def test_offloaded_shards_are_no_memory_of_the_card():
 def test_offloaded_activations_leave_all_but_two_blocks_on_the_host():
     kept, away = (
         trace(
-            workload(layers=8), plan(activation_checkpointing="none", offload=Offload(activations=given)), A10
+            workload(layers=5), plan(activation_checkpointing="none", offload=Offload(activations=given)), A10
         ).footprint.of_phase("forward")
         for given in (False, True)
     )

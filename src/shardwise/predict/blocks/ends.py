@@ -56,18 +56,20 @@ def _shared(family: Family, model: ModelSpec, setting: Setting, *, again: bool) 
     Adding a mask to scores leaves nothing for backward; `again`: blocks that run again need it.
     """
     length, attention = setting.padded_length, model.kinds[0].attention
+    windows = {kind.attention.window for kind in model.kinds}
     tables, scores = 0, setting.rows * length**2
     if family.tables:
         head = latent.rotary_dim(model.config) if attention.kind == "latent" else attention.head_dim
         width = int(head * rotary.share(model.config, family.turns))
         item = ops.FLOAT if family.tables_in_fp32 else setting.item
-        tables = family.tables * 2 * length * width * item
+        tables = min(family.tables, len(windows)) * 2 * length * width * item
     if setting.attention == "eager":
-        mask = family.masks * scores * setting.item
-        return (tables + mask, 0) if again else (tables, mask)
-    windows = {kind.attention.window for kind in model.kinds}
-    masks = sum(setting.padded or (window is not None and length >= window) for window in windows)
-    return tables + (masks * scores if again else 0), (0 if again else masks * scores) + family.idle_masks * scores
+        size, used = scores * setting.item, len(windows)
+        made = max(family.masks, used)
+    else:
+        size, used = scores, sum(setting.padded or (at is not None and length >= at) for at in windows)
+        made = used + family.idle_masks
+    return tables + (used * size if again else 0), (made - used if again else made) * size
 
 
 def _embedding(family: Family, layers: Layers, model: ModelSpec, setting: Setting) -> PartMemory:
@@ -124,7 +126,7 @@ def _embedded(family: Family, scene: Scene, model: ModelSpec) -> Tensor:
         return ops.scale(tape, embedded)
     if family.positions:
         places = _positions(family, scene.setting)
-        positions = ops.lookup(tape, scene.parameter(family.positions), places, model.hidden)
+        positions = ops.lookup(tape, scene.parameter(family.positions), places, model.hidden, own_numbers=True)
         embedded = ops.add(tape, embedded, positions)
     return scene.drop(embedded, scene.rate(*family.drops))
 

@@ -76,7 +76,7 @@ def parallel(scene: Scene, x: Tensor) -> Tensor:
     """`PhiDecoderLayer.forward`: attention and MLP side by side behind one norm."""
     tape, rate = scene.tape, scene.rate("resid_pdrop", 0.0)
     hidden = scene.norm(BEFORE, x)
-    attended, _ = self_attention(scene, hidden, turn=turn_half, out="dense")
+    attended, _ = phi_attention(scene, hidden)
     attended = scene.drop(attended, rate)
     inside = scene.enter("mlp", hidden)
     fed = scene.drop(scene.project("mlp.fc2", scene.act(scene.project("mlp.fc1", inside))), rate)
@@ -89,8 +89,27 @@ def turn_half(scene: Scene, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]
     return rotary.partly(scene, query, key, 0.5)
 
 
+def phi_attention(scene: Scene, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`PhiAttention.forward`: the parts of queries and keys are variables of its own, and live until it returns."""
+    tape, head = scene.tape, scene.attention.head_dim
+    hidden = scene.enter("self_attn", hidden)
+    query, key = scene.heads("self_attn.q_proj", hidden), scene.heads("self_attn.k_proj", hidden)
+    value = ops.view(tape, scene.project("self_attn.v_proj", hidden))
+    width = int(head * rotary.share(scene.layers.config, 0.5))
+    table = rotary.tables(scene, width)
+    query_turns, query_passes = rotary.halves(tape, query, width, head)
+    key_turns, key_passes = rotary.halves(tape, key, width, head)
+    query_turns, key_turns = rotary.turned(scene, query_turns, table), rotary.turned(scene, key_turns, table)
+    query = ops.cat(tape, query_turns, query_passes)
+    key = ops.cat(tape, key_turns, key_passes)
+    rate = scene.rate("attention_dropout", 0.0)
+    output, weights = attend(scene, query, key, value, dropout=rate, heads_outside=True)
+    output = scene.project("self_attn.dense", output)
+    return output, weights
+
+
 def self_attention(
-    scene: Scene, hidden: Tensor, *, turn: Turn = rotary.both, out: str = "o_proj", drops: float = 0.0
+    scene: Scene, hidden: Tensor, *, turn: Turn = rotary.both, drops: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """`LlamaAttention.forward`; queries and keys are normed where the block has norms for them."""
     hidden = scene.enter("self_attn", hidden)
@@ -100,7 +119,7 @@ def self_attention(
     query, key = turn(scene, query, key)
     rate, moved = scene.rate("attention_dropout", 0.0), turn is turn_half
     output, weights = attend(scene, query, key, value, dropout=rate, heads_outside=moved)
-    output = scene.project(f"self_attn.{out}", output)
+    output = scene.project("self_attn.o_proj", output)
     return scene.drop(output, drops), weights
 
 

@@ -187,10 +187,13 @@ def dropout(tape: Tape, x: Tensor, device: str) -> Tensor:
     return mul(tape, x, tape.new(x.elements, x.item))
 
 
-def lookup(tape: Tape, table: Tensor, tokens: int, width: int) -> Tensor:
-    """An embedding; its gradient is as large as the table."""
+def lookup(tape: Tape, table: Tensor, rows: int, width: int, *, own_numbers: bool = False) -> Tensor:
+    """An embedding; its gradient is as large as the table. `own_numbers`: the numbers of its rows are made for it."""
     size, item = table.elements, table.item
-    return tape.new(tokens * width, item, tape.node((table,), lambda grad, saved: (tape.new(size, item),)))
+    node = tape.node((table,), lambda grad, saved: (tape.new(size, item),))
+    if own_numbers:
+        tape.save(node, tape.new(rows, WORD))
+    return tape.new(rows * width, item, node)
 
 
 def part(tape: Tape, x: Tensor, elements: int) -> Tensor:
