@@ -43,6 +43,7 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 _GPT2 = {"model_type": "gpt2", "n_embd": 96, "n_head": 6, "n_layer": 3, "vocab_size": VOCAB, "n_positions": 128}
+_FALCON = {"num_attention_heads": 6, "num_kv_heads": 2, "num_hidden_layers": 3, "vocab_size": VOCAB, "pad_token_id": 0}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -81,6 +82,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 96,
         "dropout": 0.0,
     },
+    "gpt_bigcode": {**_GPT2, **_NO_DROPOUT, "model_type": "gpt_bigcode"},
+    "bloom": {"model_type": "bloom", "hidden_size": 96, "n_head": 6, "n_layer": 3, "vocab_size": VOCAB},
+    "mpt": {
+        "model_type": "mpt",
+        "d_model": 96,
+        "n_heads": 6,
+        "n_layers": 3,
+        "vocab_size": VOCAB,
+        "max_seq_len": LENGTH,
+    },
+    "falcon": {"model_type": "falcon", "hidden_size": 96, **_FALCON},
+    "falcon, new": {"model_type": "falcon", "hidden_size": 96, "new_decoder_architecture": True, **_FALCON},
     "mixtral": tiny("mixtral", num_local_experts=4, num_experts_per_tok=2, intermediate_size=80),
     "qwen3_moe": tiny("qwen3_moe", moe_intermediate_size=80, **_EXPERTS),
     "qwen2_moe": tiny(

@@ -17,6 +17,8 @@ from shardwise.engine.adapters import add_adapters
 from shardwise.engine.blocks import find_blocks
 from shardwise.engine.checkpointing import wrap_blocks
 from shardwise.engine.loss_head import install_loss_head, token_loss
+from shardwise.engine.mesh import build_mesh, tensor_mesh
+from shardwise.engine.tensor_parallel import parallelize
 from shardwise.spec.method import Lora
 from shardwise.spec.plan import Plan
 
@@ -58,6 +60,28 @@ def build(config: dict[str, Any], plan: Plan, lora: Lora | None) -> nn.Module:
             setattr(model.get_submodule(owner), last, real)
     install_loss_head(model, plan)
     wrap_blocks(find_blocks(model).modules, plan.activation_checkpointing)
+    if plan.loss_head == "eager":
+        _cast_logits(model, DTYPES[plan.dtypes.output])
+    return model
+
+
+def build_split(config: dict[str, Any], plan: Plan, lora: Lora | None) -> nn.Module:
+    """The same model, this rank's part of it on the plan's tensor axis; in a process group of the plan's world."""
+    given = dict(config)
+    made = AutoConfig.for_model(given.pop("model_type"), **given)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(made, attn_implementation=plan.attention)
+    if lora is not None:
+        model = add_adapters(model, lora, tensor=plan.mesh.tensor)
+    model.to(DTYPES[plan.dtypes.param]).train()
+    install_loss_head(model, plan)
+    across = tensor_mesh(build_mesh(plan.mesh, "cpu"))
+    assert across is not None
+    parallelize(model, across, sequence_parallel=plan.mesh.sequence_parallel)
+    wrap_blocks(find_blocks(model).modules, plan.activation_checkpointing)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
     if plan.loss_head == "eager":
         _cast_logits(model, DTYPES[plan.dtypes.output])
     return model
@@ -141,10 +165,19 @@ def _leave(index: int, count: int, _: nn.Module, __: object, output: Any) -> Non
             made.register_hook(partial(_mark, f"block {index} backward"))
 
 
+def peak_of(step: Callable[[], None]) -> int:
+    """Return the highest level while `step` runs, in bytes above what was there before."""
+    step()
+    return max(_levels(step).values())
+
+
 def _levels(step: Callable[[], None]) -> dict[str, int]:
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
+    gc.disable()  # garbage of earlier steps would be freed in this one
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            step()
+    finally:
+        gc.enable()
     part, now = "", 0
     peaks: dict[str, int] = {}
     for name, size in _without_scratch(seen):

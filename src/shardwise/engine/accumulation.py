@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.engine.reductions import reduces_in_background
 from shardwise.engine.shards import local
 from shardwise.spec.plan import Plan
 
@@ -25,7 +26,7 @@ class Accumulation:
         self._mode = plan.accumulation_mode
         self._count = count
         # A reduction in the background may not add to a gradient that exists, so sums wait elsewhere meanwhile.
-        self._apart = plan.reduce_scatter.asynchronous and self._mode == "reduce_each" and count > 1
+        self._apart = self._mode == "reduce_each" and count > 1 and reduces_in_background(model)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.compat import (
@@ -21,6 +22,7 @@ from shardwise.engine.compat import (
     reads_gradients_early,
     set_reduce_buffers,
     set_separate_group,
+    unit_facts,
 )
 from shardwise.engine.exchange import REDUCE_TAG, Exchange, FreshBuffers, exchange
 from shardwise.spec.layout import ReduceScatter
@@ -127,3 +129,11 @@ def set_reductions(
     queue = Reductions(reduce_scatter.buffers) if reduce_scatter.asynchronous else None
     for unit in units:
         unit.set_custom_reduce_scatter(ExchangedReduce(queue, unit))
+
+
+def reduces_in_background(model: nn.Module) -> bool:
+    """Whether reductions of this model's units are finished later than FSDP2 believes: by exchanges on CPUs. On GPUs
+    FSDP2's own streams know when a gradient is there."""
+    shared = (unit_facts(module) for module in model.modules() if isinstance(module, FSDPModule))
+    reduces = (facts.reduce_scatter for facts in shared if facts is not None)
+    return any(isinstance(one, ExchangedReduce) and one.queue is not None for one in reduces)

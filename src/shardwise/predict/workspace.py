@@ -11,10 +11,10 @@ _GENERATIONS = {
     "blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
     "amd": ("MI",),
 }
-"""Card names by their beginnings; what is not here is an Ampere or Ada card, or a small Blackwell, which behave alike."""
+"""Card names by their beginnings; others are Ampere or Ada cards, or small Blackwells, which behave alike."""
 
 HANDLES = 2
-"""Threads that multiply matrices: that of the program in forward, autograd's in backward. Each has its own workspace."""
+"""Threads that multiply matrices: the program's in forward, autograd's in backward. Each has its own workspace."""
 
 
 def generation(gpu: Gpu) -> str:

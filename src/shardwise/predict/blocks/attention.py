@@ -46,6 +46,7 @@ def attend(
     dropout: float = 0.0,
     heads_outside: bool = False,
     upcast: bool = True,
+    broadcast: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention, its output laid out as [rows, length, heads x dim]; with eager attention also its weights, which the
     caller's variables keep.
@@ -58,10 +59,11 @@ def attend(
         dropout: Rate of dropout on the weights.
         heads_outside: Queries lie in memory by heads, not by tokens: so does then what a fused kernel makes of them.
         upcast: Eager softmax is in fp32.
+        broadcast: Keys that several queries share are not repeated: matrix products broadcast them.
     """
     dropout = dropout if scene.setting.training else 0.0
     if scene.setting.attention == "eager":
-        return eager(scene, query, key, value, dropout, upcast, heads_outside)
+        return eager(scene, query, key, value, dropout, upcast, heads_outside, broadcast)
     return fused(scene, query, key, value, dropout, heads_outside), None
 
 
@@ -75,23 +77,33 @@ def repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
 
 def fused(scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, heads_outside: bool) -> Tensor:
     """`sdpa_attention_forward`. Keys and values are repeated only beside a mask, or for heads too wide to share."""
-    setting, attention, sizes, masked = scene.setting, scene.attention, sizes_of(scene), scene.masked
-    widths = (attention.head_dim, attention.value_dim)
-    shares = not masked and widths[0] == widths[1] <= 256
+    attention, repeats = scene.attention, sizes_of(scene).repeats
+    shares = not scene.masked and attention.head_dim == attention.value_dim <= 256
     if not shares:
-        key, value = repeat(scene.tape, key, sizes.repeats), repeat(scene.tape, value, sizes.repeats)
+        key, value = repeat(scene.tape, key, repeats), repeat(scene.tape, value, repeats)
+    return operation(scene, query, key, value, dropout, heads_outside, grouped=shares)
+
+
+def operation(
+    scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, heads_outside: bool, *, grouped: bool
+) -> Tensor:
+    """`scaled_dot_product_attention`; `grouped`: keys that several queries share are allowed."""
+    setting, attention = scene.setting, scene.attention
+    same_heads = query.elements == key.elements
     chosen = kernel_of(
         setting.device,
         setting.generation,
         item=query.item,
-        widths=widths,
-        same_heads=not shares or sizes.repeats == 1,
-        masked=masked,
+        widths=(attention.head_dim, attention.value_dim),
+        same_heads=same_heads,
+        grouped=grouped,
+        masked=scene.masked,
         dropout=dropout > 0,
     )
     if chosen == "math":
-        return by_formula(scene, query, key, value, dropout, sizes.repeats if shares else 1, heads_outside)
-    output = by_kernel(scene, chosen, query, key, value, masked)
+        repeats = sizes_of(scene).repeats if grouped else 1
+        return by_formula(scene, query, key, value, dropout, repeats, heads_outside)
+    output = by_kernel(scene, chosen, query, key, value, scene.masked)
     return ops.copy(scene.tape, output) if heads_outside and chosen != "efficient" else output
 
 
@@ -139,13 +151,21 @@ def own_mask(scene: Scene, kernel: Kernel, item: int) -> Tensor:
 
 
 def eager(
-    scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, upcast: bool, heads_outside: bool
+    scene: Scene,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    upcast: bool,
+    heads_outside: bool,
+    broadcast: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention as single operations on scores of length x length per head."""
     tape, sizes = scene.tape, sizes_of(scene)
-    keys = repeat(tape, key, sizes.repeats)
-    values = repeat(tape, value, sizes.repeats)
-    weights = scores(tape, query, keys, sizes, scene.attention.head_dim, heads_outside)
+    keys = key if broadcast else repeat(tape, key, sizes.repeats)
+    values = value if broadcast else repeat(tape, value, sizes.repeats)
+    repeated = sizes.repeats > 1 and not broadcast
+    weights = scores(scene, query, keys, sizes, in_order=(heads_outside, heads_outside or repeated))
     weights = ops.scale(tape, weights)
     if scene.layers.config.get("attn_logit_softcapping", scene.layers.cap) is not None:
         weights = ops.scale(tape, weights)
@@ -155,25 +175,28 @@ def eager(
     item = ops.FLOAT if upcast else query.item
     weights = ops.cast(tape, ops.by_result(tape, ops.cast(tape, weights, item)), query.item)
     weights = scene.drop(weights, dropout)
-    output = weighted(tape, weights, values, sizes, scene.setting.padded_length)
+    output = weighted(scene, weights, values, sizes, in_order=repeated)
     output = ops.copy(tape, output, grad_copied=True)
     return output, weights
 
 
-def scores(tape: Tape, query: Tensor, keys: Tensor, sizes: Sizes, inner: int, heads_outside: bool) -> Tensor:
-    """`query @ keys.T`: operands whose heads are not outermost in memory are copied first."""
-    if not heads_outside:
-        query = ops.copy(tape, query)
-        if sizes.repeats == 1:
-            keys = ops.copy(tape, keys)
-    return batched(tape, query, keys, sizes.scores, inner)
+def scores(scene: Scene, query: Tensor, keys: Tensor, sizes: Sizes, *, in_order: tuple[bool, bool]) -> Tensor:
+    """`query @ keys.T`: operands whose heads are not outermost in memory, or are fewer, are copied first."""
+    query = query if in_order[0] else ops.copy(scene.tape, query)
+    keys = keys if in_order[1] else as_many(scene, keys, sizes, scene.attention.head_dim)
+    return batched(scene.tape, query, keys, sizes.scores, scene.attention.head_dim)
 
 
-def weighted(tape: Tape, weights: Tensor, values: Tensor, sizes: Sizes, length: int) -> Tensor:
+def weighted(scene: Scene, weights: Tensor, values: Tensor, sizes: Sizes, *, in_order: bool) -> Tensor:
     """`weights @ values`."""
-    if sizes.repeats == 1:
-        values = ops.copy(tape, values)
-    return batched(tape, weights, values, sizes.output, length)
+    values = values if in_order else as_many(scene, values, sizes, scene.attention.value_dim)
+    return batched(scene.tape, weights, values, sizes.output, scene.setting.padded_length)
+
+
+def as_many(scene: Scene, x: Tensor, sizes: Sizes, width: int) -> Tensor:
+    """A copy with as many heads as there are queries."""
+    times = sizes.heads * width * scene.tokens // x.elements
+    return ops.copy(scene.tape, x) if times == 1 else repeat(scene.tape, x, times)
 
 
 def batched(tape: Tape, a: Tensor, b: Tensor, elements: int, inner: int) -> Tensor:
@@ -196,33 +219,41 @@ def batched(tape: Tape, a: Tensor, b: Tensor, elements: int, inner: int) -> Tens
 
 
 def by_formula(
-    scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, repeats: int, heads_outside: bool
+    scene: Scene,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    repeats: int,
+    heads_outside: bool,
 ) -> Tensor:
     """`_scaled_dot_product_attention_math`: what torch does where no kernel takes the inputs; fp32 inside."""
     tape, sizes, item, length = scene.tape, sizes_of(scene), query.item, scene.setting.padded_length
     wide_query, wide_key = ops.cast(tape, query, ops.FLOAT), ops.cast(tape, key, ops.FLOAT)
     wide_value = ops.cast(tape, value, ops.FLOAT)
-
-    def in_order(x: Tensor) -> Tensor:
-        return x if heads_outside else ops.copy(tape, x)
-
     scaled = ops.scale(tape, wide_query)
-    mask = tape.new(length**2, ops.FLOAT)
+    mask = own_mask(scene, "math", item) if scene.masked else tape.new(length**2, ops.FLOAT)
     keys, values = repeat(tape, wide_key, repeats), repeat(tape, wide_value, repeats)
     found = batched(
         tape,
-        in_order(scaled),
-        in_order(ops.scale(tape, keys)),
+        scaled if heads_outside else ops.copy(tape, scaled),
+        _scaled_keys(scene, keys, sizes, heads_outside),
         sizes.scores,
         scene.attention.head_dim,
     )
     found = safe_softmax(tape, found)
     found = scene.drop(found, dropout)
     weights = ops.cast(tape, found, item)
-    output = batched(tape, found, ops.copy(tape, values), sizes.output, length)
+    output = weighted(scene, found, values, sizes, in_order=False)
     output = ops.cast(tape, output, item)
     del weights, mask
     return ops.copy(tape, output, grad_copied=True)
+
+
+def _scaled_keys(scene: Scene, keys: Tensor, sizes: Sizes, heads_outside: bool) -> Tensor:
+    scaled = ops.scale(scene.tape, keys)
+    fewer = scaled.elements < scene.tokens * sizes.heads * scene.attention.head_dim
+    return scaled if heads_outside and not fewer else as_many(scene, scaled, sizes, scene.attention.head_dim)
 
 
 def safe_softmax(tape: Tape, x: Tensor) -> Tensor:
@@ -231,3 +262,12 @@ def safe_softmax(tape: Tape, x: Tensor) -> Tensor:
     masked = tape.new(x.elements, 1)
     del masked
     return made
+
+
+def eager_in_place(scene: Scene, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Falcon's eager attention: scores are scaled in place, and softmax is in the dtype of the computation."""
+    tape, sizes = scene.tape, sizes_of(scene)
+    weights = scores(scene, query, key, sizes, in_order=(False, False))
+    weights = ops.by_result(tape, ops.add(tape, weights, scene.shared(1)))
+    output = weighted(scene, weights, value, sizes, in_order=False)
+    return ops.copy(tape, output, grad_copied=True), weights

@@ -38,13 +38,16 @@ def walk_ends(
     """
     shared, in_forward = _shared(family, model, setting, again=again)
     embedding = _embedding(family, layers, model, setting)
-    held = (setting.tokens + _positions(family, setting)) * model.hidden * setting.item if family.positions else 0
+    held = 0
+    if family.positions or family.first_norm:
+        held = (setting.tokens + _positions(family, setting)) * model.hidden * setting.item
+    saved = family.first_norm and embedding.kept  # the first norm's input, which is what the variable holds
     return EndsMemory(
         inputs=3 * ops.WORD * setting.tokens,
         shared=shared,
-        in_forward=in_forward + held,
+        in_forward=in_forward + (0 if saved else held),
         in_evaluation=shared + in_forward + held,
-        carried=0 if family.positions else embedding.output,
+        carried=0 if family.positions or family.first_norm else embedding.output,
         embedding=embedding,
         head=_head(family, layers, model, setting, loss, chunk, output),
     )
@@ -63,13 +66,22 @@ def _shared(family: Family, model: ModelSpec, setting: Setting, *, again: bool) 
         width = int(head * rotary.share(model.config, family.turns))
         item = ops.FLOAT if family.tables_in_fp32 else setting.item
         tables = min(family.tables, len(windows)) * 2 * length * width * item
+    biases = {
+        "": 0,
+        "rows": setting.rows * attention.heads * length * setting.item,
+        "heads": attention.heads * length * ops.FLOAT,
+    }[family.biases]
+    if family.fills_masks:
+        return (tables + scores + biases, 0) if again else (tables + scores, biases)
     if setting.attention == "eager":
         size, used = scores * setting.item, len(windows)
         made = max(family.masks, used)
     else:
-        size, used = scores, sum(setting.padded or (at is not None and length >= at) for at in windows)
+        always = setting.padded or family.always_masked
+        size, used = scores, sum(always or (at is not None and length >= at) for at in windows)
         made = used + family.idle_masks
-    return tables + (used * size if again else 0), (made - used if again else made) * size
+    masks = (used * size, (made - used) * size) if again else (0, made * size)
+    return (tables + masks[0] + biases, masks[1]) if again else (tables, masks[1] + biases)
 
 
 def _embedding(family: Family, layers: Layers, model: ModelSpec, setting: Setting) -> PartMemory:
@@ -112,6 +124,8 @@ def _head_was_here(table: Tensor) -> None:
 
 def _positions(family: Family, setting: Setting) -> int:
     """Rows that are looked up in the table of positions."""
+    if not family.positions:
+        return 0
     return setting.tokens if family.positions_per_row else setting.length
 
 
@@ -124,6 +138,8 @@ def _embedded(family: Family, scene: Scene, model: ModelSpec) -> Tensor:
         embedded = split_layers.tape_sum(tape, embedded)
     if family.embedding == "scaled":
         return ops.scale(tape, embedded)
+    if family.first_norm:
+        embedded = scene.norm(family.first_norm, embedded)
     if family.positions:
         places = _positions(family, scene.setting)
         positions = ops.lookup(tape, scene.parameter(family.positions), places, model.hidden, own_numbers=True)

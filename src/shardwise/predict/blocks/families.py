@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.predict.blocks import gemma, gpt_like, llama_like, mixture, ops, phi3
+from shardwise.predict.blocks import alibi, falcon, gemma, gpt_like, llama_like, mixture, ops, phi3
 from shardwise.predict.blocks.norms import Norm
 from shardwise.predict.blocks.scene import Scene
 from shardwise.predict.blocks.tape import Tensor
@@ -36,6 +36,8 @@ class Family:
     """What the causal LM does to the head's output."""
     embedding: Literal["plain", "scaled"] = "plain"
     """Rows of a table, as they are or multiplied by a number."""
+    first_norm: str = ""
+    """Norm behind the embedding; the decoder's variables hold what it is given through all blocks."""
     positions: str = ""
     """Table of positions whose rows are added to them; the decoder's variables hold both through all blocks."""
     drops: tuple[str, float] = ("", 0.0)
@@ -46,6 +48,15 @@ class Family:
     """Soft cap of scores and logits where the configuration does not say."""
     masks: int = 1
     """Masks that eager attention is given: whole, and of a window."""
+    fills_masks: bool = False
+    """Blocks fill scores where a boolean mask says so, and backward does again."""
+    always_masked: bool = False
+    """Fused attention is given a mask even where it would need none."""
+    returns_weights: bool = False
+    """Blocks return the weights of attention; a variable holds them while the next block works."""
+    biases: Literal["", "rows", "heads"] = ""
+    """Biases of positions that blocks are given: for each head of each row, in the dtype of the computation; for each
+    head, in fp32."""
     idle_masks: int = 0
     """Masks for fused attention that no block uses."""
     tables: int = 1
@@ -121,6 +132,33 @@ FAMILIES: dict[str, Family] = {
         positions="transformer.wpe.weight",
         drops=("embd_pdrop", 0.1),
         tables=0,
+    ),
+    "bloom": Family(
+        block=alibi.bloom,
+        biases="rows",
+        norm="layer",
+        last_norm="transformer.ln_f",
+        first_norm="transformer.word_embeddings_layernorm",
+        tables=0,
+        returns_weights=True,
+    ),
+    "mpt": Family(
+        block=alibi.mpt,
+        biases="heads",
+        norm="layer",
+        last_norm="transformer.norm_f",
+        activation=("", "gelu"),
+        tables=0,
+        fills_masks=True,
+        returns_weights=True,
+    ),
+    "falcon": Family(
+        block=falcon.block,
+        norm="layer",
+        last_norm="transformer.ln_f",
+        activation=("activation", "gelu"),
+        returns_weights=True,
+        always_masked=True,
     ),
     "gpt_neox": Family(
         block=gpt_like.neox,

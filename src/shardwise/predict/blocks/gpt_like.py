@@ -25,7 +25,8 @@ def gpt2_attention(scene: Scene, hidden: Tensor) -> tuple[Tensor, Tensor | None]
     tape, hidden = scene.tape, scene.enter("attn", hidden)
     query, key, value = split_qkv(scene, scene.project("attn.c_attn", hidden))
     query, key, value = (ops.view(tape, part) for part in (query, key, value))
-    output, weights = attend(scene, query, key, value, dropout=scene.rate("attn_pdrop", 0.1), upcast=False)
+    rate, upcast = scene.rate("attn_pdrop", 0.1), scene.layers.config.get("model_type") != "gpt2"
+    output, weights = attend(scene, query, key, value, dropout=rate, upcast=upcast, broadcast=True)
     output = scene.project("attn.c_proj", output)
     return scene.drop(output, scene.rate("resid_pdrop", 0.1)), weights
 

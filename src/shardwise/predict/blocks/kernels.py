@@ -28,6 +28,7 @@ def kernel_of(
     item: int,
     widths: tuple[int, int],
     same_heads: bool,
+    grouped: bool,
     masked: bool,
     dropout: bool,
 ) -> Kernel:
@@ -39,9 +40,12 @@ def kernel_of(
         item: Bytes of an element.
         widths: Elements of a query and of a value per head.
         same_heads: There is a key for every query head.
+        grouped: Where there is not, that is allowed.
         masked: A mask is given.
         dropout: Weights are dropped.
     """
+    if not same_heads and not grouped:
+        return "math"
     if device == "cpu":
         return "math" if dropout or widths[0] != widths[1] else "cpu"
     half = item == 2

@@ -56,6 +56,7 @@ class Computation:
                 first=first,
                 frozen=first and self._ends_gradient(weights),
                 offload=plan.offload.activations,
+                beside=0 if first else self._returned(plan, kind),
             )
         return found
 
@@ -98,6 +99,13 @@ class Computation:
         """Whether no gradient flows into the first block; reentrant checkpointing needs one, so programs ask for it."""
         trains = f"{self.workload.model.embedding}.weight" in weights.outside.trained
         return not trains and not self.runtime.reentrant
+
+    def _returned(self, plan: Plan, kind: int) -> int:
+        """Bytes of the weights of attention that the block before has returned."""
+        if not self.family.returns_weights or plan.attention != "eager":
+            return 0
+        heads = self.workload.model.kinds[kind].attention.heads // plan.mesh.tensor
+        return plan.micro_batch * heads * self.workload.seq_len**2 * ITEM[plan.dtypes.param]
 
     def weights(self, ranks: int) -> Weights:
         """Return the model's parameters on one of `ranks` ranks of a tensor axis."""

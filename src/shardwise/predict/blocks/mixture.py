@@ -150,12 +150,12 @@ def picked(tape: Tape, x: Tensor, elements: int, index: Tensor) -> Tensor:
 
 def grouped(tape: Tape, x: Tensor, weight: Tensor, elements: int, inner: int) -> Tensor:
     """`grouped_mm`: each token with the weight of its expert."""
-    (size, item), weight_size = (x.elements, x.item), weight.elements
+    (size, item), weight_size, target = (x.elements, x.item), weight.elements, weight.node
     x_needs, weight_needs = x.needs_grad, weight.needs_grad
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         into = tape.new(size, item) if x_needs else None
-        return into, tape.new(weight_size, item).view() if weight_needs else None
+        return into, tape.gradient(target, weight_size, item).view() if weight_needs else None
 
     node = tape.node((x, weight), derivative)
     if weight_needs:

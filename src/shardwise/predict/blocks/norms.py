@@ -59,11 +59,11 @@ def layer_plus_one(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, d
 
 def _one_operation(tape: Tape, x: Tensor, parameters: tuple[Tensor, ...], *, statistics: int, item: int) -> Tensor:
     size, x_item, x_needs, weight = x.elements, x.item, x.needs_grad, parameters[0]
-    sizes = [(parameter.elements, parameter.item, parameter.needs_grad) for parameter in parameters]
+    sizes = [(parameter.node, parameter.elements, parameter.item) for parameter in parameters]
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         of_x = tape.new(size, x_item) if x_needs else None
-        return (of_x, *(tape.new(elements, item) if needs else None for elements, item, needs in sizes))
+        return (of_x, *(tape.gradient(to, size, item) if to is not None else None for to, size, item in sizes))
 
     node = tape.node((x, *parameters), derivative)
     tape.save(node, x, weight)

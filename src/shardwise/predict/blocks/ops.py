@@ -115,14 +115,15 @@ def linear(
     rows, outputs, item = x.elements // inputs, weight.elements // inputs, weight.item
     x_needs, weight_needs = x.needs_grad, weight.needs_grad
     bias_needs = bias is not None and bias.needs_grad
+    weight_node, bias_node = weight.node, bias.node if bias is not None else None
 
     def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
         unpacked = tape.new(inputs * outputs, item, kind=TEMPORARY) if packed else None
         into = tape.new(rows * inputs, item, kind=TEMPORARY) if x_needs else None
         del unpacked
         into = into.view() if into is not None and not flat else into
-        of_weight = tape.new(inputs * outputs, item, kind=TEMPORARY).view() if weight_needs else None
-        of_bias = tape.new(outputs, item, kind=TEMPORARY) if bias_needs else None
+        of_weight = tape.gradient(weight_node, inputs * outputs, item).view() if weight_needs else None
+        of_bias = tape.gradient(bias_node, outputs, item) if bias_needs else None
         return (into, of_weight) if bias is None else (into, of_weight, of_bias)
 
     node = tape.node((x, weight) if bias is None else (x, weight, bias), derivative)
@@ -189,8 +190,8 @@ def dropout(tape: Tape, x: Tensor, device: str) -> Tensor:
 
 def lookup(tape: Tape, table: Tensor, rows: int, width: int, *, own_numbers: bool = False) -> Tensor:
     """An embedding; its gradient is as large as the table. `own_numbers`: the numbers of its rows are made for it."""
-    size, item = table.elements, table.item
-    node = tape.node((table,), lambda grad, saved: (tape.new(size, item),))
+    size, item, target = table.elements, table.item, table.node
+    node = tape.node((table,), lambda grad, saved: (tape.gradient(target, size, item),))
     if own_numbers:
         tape.save(node, tape.new(rows, WORD))
     return tape.new(rows * width, item, node)

@@ -124,7 +124,9 @@ class Scene:
     def masked(self) -> bool:
         """Attention is given a mask: rows differ in length, or tokens do not look back on all before them."""
         window = self.attention.window
-        return self.setting.padded or (window is not None and self.setting.padded_length >= window)
+        return (
+            self.setting.padded or self.layers.masked or (window is not None and self.setting.padded_length >= window)
+        )
 
     def own_heads(self) -> tuple[int, int]:
         """Query heads and key-value heads of one rank."""

@@ -106,6 +106,8 @@ class Layers:
     """Kind of its norms."""
     activation: str
     """transformers' word for its activation function."""
+    masked: bool
+    """Fused attention is always given a mask."""
     cap: float | None
     """Soft cap of scores and logits where the configuration does not say."""
     config: dict[str, object]

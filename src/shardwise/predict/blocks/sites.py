@@ -29,6 +29,10 @@ class Naming(Protocol):
         """Field of the activation function, and its default."""
 
     @property
+    def always_masked(self) -> bool:
+        """Fused attention is always given a mask."""
+
+    @property
     def cap(self) -> float | None:
         """Soft cap of scores and logits where the configuration does not say."""
 
@@ -86,6 +90,7 @@ class Weights:
             dropout=self._lora.dropout if self._lora is not None else 0.0,
             norm=self._naming.norm,
             activation=self._activation(),
+            masked=self._naming.always_masked,
             cap=self._naming.cap,
             config=self._model.config,
         )

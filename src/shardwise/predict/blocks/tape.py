@@ -14,154 +14,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-ACTIVATION, RECOMPUTED, TEMPORARY, GRADIENT, LOGITS, UNCOUNTED = range(6)
-"""What a storage is for; UNCOUNTED: parameters and others that are not the computation's."""
+from shardwise.predict.blocks.graph import (
+    AllThere,
+    Derivative,
+    Grads,
+    Handle,
+    Joint,
+    Leaf,
+    Node,
+    Region,
+    Tensor,
+    count,
+)
+from shardwise.predict.blocks.storage import (
+    ACTIVATION,
+    GRADIENT,
+    LOGITS,
+    RECOMPUTED,
+    TEMPORARY,
+    UNCOUNTED,
+    Memory,
+    Storage,
+)
+
+__all__ = [
+    "ACTIVATION",
+    "GRADIENT",
+    "LOGITS",
+    "RECOMPUTED",
+    "TEMPORARY",
+    "UNCOUNTED",
+    "Grads",
+    "Leaf",
+    "Memory",
+    "Node",
+    "Storage",
+    "Tape",
+    "Tensor",
+]
 
 _RANDOM_STATE = 5056
 """Bytes of the state of torch's generator for CPUs."""
-
-
-class Memory:
-    """Live bytes by kind, and the highest sum so far."""
-
-    __slots__ = ("at_peak", "live", "now", "peak")
-
-    def __init__(self) -> None:
-        self.live = [0, 0, 0, 0, 0, 0]
-        self.now = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the highest sum: from here on it is looked for again."""
-        self.peak = self.now
-        self.at_peak = self.live[:]
-
-
-class Storage:
-    """Bytes that live as long as this object does."""
-
-    __slots__ = ("__weakref__", "kind", "memory", "size", "waiting")
-
-    def __init__(self, memory: Memory, size: int, kind: int) -> None:
-        self.memory, self.size, self.kind = memory, size, kind
-        self.waiting = 0
-        if kind != UNCOUNTED:
-            memory.now += size
-            memory.live[kind] += size
-            if memory.now > memory.peak:
-                memory.peak = memory.now
-                memory.at_peak = memory.live[:]
-
-    def __del__(self) -> None:
-        if self.kind != UNCOUNTED:
-            self.memory.now -= self.size
-            self.memory.live[self.kind] -= self.size
-
-    def save(self, kind: int) -> None:
-        """Count a temporary as a kind of activation from here on; what has a name of its own keeps it."""
-        if self.kind == TEMPORARY:
-            self.turn(kind)
-
-    def turn(self, kind: int) -> None:
-        """Count these bytes as another kind from here on."""
-        self.memory.live[self.kind] -= self.size
-        self.memory.live[kind] += self.size
-        self.kind = kind
-
-
-class Tensor:
-    """A tensor: some elements of a storage, and the node that made it."""
-
-    __slots__ = ("elements", "item", "node", "storage", "viewed")
-
-    def __init__(
-        self, storage: Storage, elements: int, item: int, node: Node | None = None, *, viewed: bool = False
-    ) -> None:
-        self.storage, self.elements, self.item = storage, elements, item
-        self.node, self.viewed = node, viewed
-
-    def view(self) -> Tensor:
-        """Another look at it, without history."""
-        return Tensor(self.storage, self.elements, self.item, viewed=True)
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether a gradient flows into it."""
-        return self.node is not None
-
-
-Grads = tuple[Tensor | None, ...]
-Derivative = Callable[[Tensor, list[Tensor]], Grads]
-"""From the gradient of a node's output and its saved tensors to the gradients of its inputs."""
-
-
-class Node:
-    """One operation in backward."""
-
-    __slots__ = ("derivative", "fits", "grad", "inputs", "kind", "order", "pending", "saved", "seen", "sums_in_place")
-
-    def __init__(self, order: int, inputs: tuple[Node | None, ...], derivative: Derivative, kind: int) -> None:
-        self.order, self.inputs, self.derivative, self.kind = order, inputs, derivative, kind
-        self.saved: list[Tensor | Handle] = []
-        self.grad: Tensor | None = None
-        self.pending = 0
-        self.seen = False
-        self.sums_in_place = True
-        self.fits: tuple[tuple[int, int], ...] = ()
-
-
-class Leaf(Node):
-    """Where the gradient of a parameter, or of a block's input, arrives."""
-
-    __slots__ = ()
-
-    def __init__(self, kind: int) -> None:
-        super().__init__(1 << 60, (), _nothing, kind)
-
-    def arrive(self) -> None:
-        """Keep what has come, as what it is here."""
-        if self.grad is not None:
-            self.grad.storage.turn(self.kind)
-
-
-class Joint(Node):
-    """The backward of an operation with several outputs."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, order: int, inputs: tuple[Node | None, ...], derivative: Derivative, kind: int) -> None:
-        super().__init__(order, inputs, derivative, kind)
-        self.parts: list[Tensor] = []
-
-
-def _nothing(_: Tensor, __: list[Tensor]) -> Grads:
-    return ()
-
-
-class Handle:
-    """The place of a saved tensor that a checkpointed region has let go."""
-
-    __slots__ = ("place", "region")
-
-    def __init__(self, region: Region, place: int) -> None:
-        self.region, self.place = region, place
-
-
-class Region:
-    """A part of the program whose saved tensors are made again in backward."""
-
-    __slots__ = ("again", "asked", "cache", "count", "output", "random", "reentrant", "run")
-
-    def __init__(self, run: Callable[[], object], random: Tensor | None, reentrant: bool) -> None:
-        self.run, self.random, self.reentrant = run, random, reentrant
-        self.output: object = None
-        self.count = self.asked = 0
-        self.again: list[Tensor | None] | None = None
-        self.cache: list[tuple[Tensor, ...]] = []
-
-
-class _AllThere(Exception):
-    """The last tensor that a region saved has been made again."""
 
 
 class Tape:
@@ -182,6 +75,11 @@ class Tape:
         """Allocate a tensor of `elements` of `item` bytes, made by `node`."""
         kind = self.kind if kind is None else kind
         return Tensor(Storage(self.memory, elements * item, kind), elements, item, node)
+
+    def gradient(self, weight: Node | None, elements: int, item: int) -> Tensor:
+        """Allocate the gradient of a weight: as such from its birth, unless it is still to be added to others."""
+        own = isinstance(weight, Leaf) and weight.pending == 1 and weight.grad is None
+        return self.new(elements, item, kind=GRADIENT if own else None)
 
     def parameter(self, elements: int, item: int, *, trains: bool) -> Tensor:
         """Return a parameter, whose bytes are not counted here; its gradient's are."""
@@ -224,7 +122,7 @@ class Tape:
                 storage.save(RECOMPUTED)
                 region.again.append(Tensor(storage, tensor.elements, tensor.item))
                 if len(region.again) == region.count and not region.reentrant:
-                    raise _AllThere
+                    raise AllThere
 
     def keep(self, name: str, inner: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Run an operation that selective checkpointing may keep: `make` it, or take what forward has kept.
@@ -264,7 +162,7 @@ class Tape:
 
     def backward(self, root: Node, elements: int, item: int) -> None:
         """Send a gradient of `elements` of `item` bytes back from `root` through everything that leads to it."""
-        _count(root)
+        count(root)
         root.grad = self.new(elements, item)
         root.grad.storage.waiting = 1
         ready: list[tuple[int, int, Node]] = [(-root.order, 0, root)]
@@ -337,7 +235,7 @@ class Tape:
             if region.reentrant and isinstance(output, Tensor):
                 output.storage.save(RECOMPUTED)
                 region.output = Tensor(output.storage, output.elements, output.item)
-        except _AllThere:
+        except AllThere:
             pass
         finally:
             self.region = before
@@ -355,19 +253,6 @@ class Tape:
         if waiting.storage.waiting == 1 and not waiting.viewed and target.sums_in_place:
             return
         waiting.storage.waiting -= 1
-        target.grad = self.new(waiting.elements, waiting.item)
+        last = isinstance(target, Leaf) and target.pending == 1
+        target.grad = self.new(waiting.elements, waiting.item, kind=target.kind if last else None)
         target.grad.storage.waiting = 1
-
-
-def _count(root: Node) -> None:
-    """Set of every node that leads to `root` how many gradients it waits for."""
-    stack = [root]
-    root.seen = True
-    while stack:
-        for target in stack.pop().inputs:
-            if target is None:
-                continue
-            target.pending += 1
-            if not target.seen:
-                target.seen = True
-                stack.append(target)

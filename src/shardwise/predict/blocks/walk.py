@@ -21,7 +21,15 @@ CHEAP_INNER = 256
 
 
 def walk(
-    program: Program, layers: Layers, setting: Setting, mode: Mode, *, first: bool, frozen: bool, offload: bool
+    program: Program,
+    layers: Layers,
+    setting: Setting,
+    mode: Mode,
+    *,
+    first: bool,
+    frozen: bool,
+    offload: bool,
+    beside: int = 0,
 ) -> PartMemory:
     """Walk one block.
 
@@ -33,6 +41,7 @@ def walk(
         first: It is the model's first: under sequence parallelism it is given the whole sequence.
         frozen: No gradient flows into its input.
         offload: What it saves travels to the host.
+        beside: Bytes of what the block before has returned beside hidden states, unless it keeps them.
     """
     memory = Memory()
     tape = Tape(memory)
@@ -45,7 +54,9 @@ def walk(
         program = partial(_on_own_part, program)
     inputs = [tape.new(size, item, None if frozen else Leaf(TEMPORARY), ACTIVATION)]
     run = program if mode == "none" else partial(_checkpointed, program)
+    before = tape.new(beside if mode != "none" else 0, 1)
     output = run(scene, inputs[0])
+    del before
     given = ref(inputs.pop().storage)
     forward, root = live_of(memory.at_peak), output.node
     kept, keeps_input = memory.now - output.storage.size, given() is not None
@@ -64,7 +75,7 @@ def walk(
         input_gradient=0 if frozen else size * item,
         forward=forward,
         backward=backward,
-        evaluation=evaluate(program, layers, setting),
+        evaluation=evaluate(program, layers, setting, beside),
     )
 
 
@@ -84,12 +95,13 @@ def evaluated(setting: Setting) -> Setting:
     return replace(setting, training=False)
 
 
-def evaluate(program: Program, layers: Layers, setting: Setting) -> Live:
+def evaluate(program: Program, layers: Layers, setting: Setting, beside: int) -> Live:
     """Return the highest instant of a forward without gradients."""
     memory, setting = Memory(), evaluated(setting)
     tape = Tape(memory, recording=False)
-    item = setting.stream(layers.norm)
+    item, before = setting.stream(layers.norm), tape.new(beside, 1)
     program(Scene(tape, layers, setting), tape.new(setting.own_tokens * layers.hidden, item, None, ACTIVATION))
+    del before
     return live_of(memory.at_peak)
 
 

@@ -32,5 +32,6 @@ Moments, in the order of a step:
     backward       backward: it computes; its gradients come one by one beside its gathered weights
     reduction      backward: its gradients are copied into the buffer that is reduced; its weights are freed
     reduced        the buffer has become this rank's gradients, and is not freed yet
+    deferred       the embedding's backward in a micro-batch whose gradients wait for the last one
     step           the optimizer updates
 """

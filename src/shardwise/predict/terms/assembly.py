@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import ceil
 from typing import TypeVar
 
 from shardwise.predict.blocks import Computation, PartMemory, is_checkpointed, modes_of
@@ -16,7 +17,7 @@ from shardwise.predict.terms.live import Live, together
 from shardwise.predict.terms.step import Parts, Sharding, Step
 from shardwise.predict.terms.unit_bytes import ITEM_BYTES
 from shardwise.predict.terms.update import optimizer_bytes
-from shardwise.predict.unit_rows import UnitTensor, unit_kinds
+from shardwise.predict.unit_rows import UnitKind, UnitTensor, unit_kinds
 from shardwise.predict.workspace import HANDLES, workspace_bytes
 from shardwise.spec.cluster import Gpu
 from shardwise.spec.footprint import Phase
@@ -94,13 +95,16 @@ class Assembly:
         workload = self.computed.workload
         dtypes = plan.dtypes
         item = ITEM_BYTES[dtypes.param] + (ITEM_BYTES[dtypes.output] if dtypes.output != dtypes.param else 0)
-        logits = plan.micro_batch * workload.seq_len * workload.model.vocab // plan.mesh.tensor
+        logits = plan.micro_batch * workload.seq_len * workload.model.vocab
+        trained = plan.micro_batch * max(1, workload.seq_len - 1)
+        pieces = ceil(trained / plan.loss_chunk) if plan.loss_head == "chunked" else 1
         return Parts(
             ends=ends,
             blocks=blocks,
             evaluated_ends=self.computed.ends(evaluated),
             evaluated=self._blocks(evaluated),
             kept=tuple(accumulate((part.kept for part in blocks), initial=ends.embedding.kept)),
+            pieces=pieces,
             logits=logits * item,
             logits_gradient=logits * ITEM_BYTES[dtypes.param],
             evaluated_logits=EVALUATED_ROWS * logits * item,
@@ -125,7 +129,7 @@ class Assembly:
             kinds,
             computed.runtime.base_quantization,
         )
-        tensors = [(tensor, kind.count) for kind in kinds for tensor in kind.tensors]
+        tensors = _in_order(kinds, computed.workload.model)
         optimizer = optimizer_bytes(tensors, plan, computed.device_type)
         cache = kept_cache(computed.workload, computed.runtime, hidden)
         terms = sharding_terms(computed.runtime, facts, optimizer, hidden_bytes=hidden, cache_bytes=cache)
@@ -139,6 +143,14 @@ class Assembly:
             first_block=first,
             alike=_alike(facts.units[first : first + count], first_apart=facts.late is not None),
         )
+
+
+def _in_order(kinds: Sequence[UnitKind], model: ModelSpec) -> list[tuple[UnitTensor, int]]:
+    """Return all parameters, each with how often it occurs, about in the order of the model: the embedding first."""
+    blocks = [(tensor, kind.count) for kind in kinds if kind.block_kind is not None for tensor in kind.tensors]
+    outside = [(tensor, 1) for kind in kinds if kind.block_kind is None for tensor in kind.tensors]
+    embeds = [entry for entry in outside if entry[0].name.startswith(f"{model.embedding}.")]
+    return [*embeds, *blocks, *(entry for entry in outside if entry not in embeds)]
 
 
 def _tied_shard(tensors: Sequence[tuple[UnitTensor, int]], model: ModelSpec) -> int:
@@ -219,7 +231,10 @@ def live_at(step: Step, candidate: Candidate) -> Live:
         held["temporaries"] += candidate.waiting
     if at.evaluating:  # without gradients nothing is kept for backward
         held["temporaries"] += held.pop("activations")
-    return together(held, step.sharding.live(at))
+    sharding = step.sharding.live(at)
+    if step.parts.pieces > 1:  # what waits of a tied weight's gradient is a sum already, in which the gradient is made
+        sharding["unsharded_gradients"] = sharding.get("unsharded_gradients", 0) + sharding.pop("logits_and_loss", 0)
+    return together(held, sharding)
 
 
 def where(step: Step, at: At) -> str:

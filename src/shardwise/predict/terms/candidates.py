@@ -7,6 +7,7 @@ one of the ends, or where gathers ahead and held reductions set in.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.predict.blocks import Live as Computed
@@ -31,6 +32,10 @@ class Candidate(NamedTuple):
 
 
 NOTHING = Computed()
+
+NORMED = 4
+"""Hidden states that are there when the last norm is done: its input, the same in fp32, and its output; one less where
+it is frozen."""
 
 
 def candidates(step: Step) -> Iterator[Candidate]:
@@ -61,7 +66,8 @@ def forward(step: Step) -> Iterator[Candidate]:
     if sharding.facts.own_head:
         place = len(sharding.facts.units) - 1
         kept = parts.ends.shared + parts.kept[-1] + parts.travelling(len(parts.blocks))
-        yield Candidate("forward", At("arrival", place), kept, NOTHING, parts.entering(len(parts.blocks)))
+        normed = NORMED if sharding.facts.head_gradient else NORMED - 1
+        yield Candidate("forward", At("arrival", place), kept, NOTHING, normed * parts.entering(len(parts.blocks)))
 
 
 def loss(step: Step) -> Iterator[Candidate]:
@@ -82,12 +88,11 @@ def loss(step: Step) -> Iterator[Candidate]:
 def _whole_logits(step: Step, kept: int) -> Iterator[Candidate]:
     """Logits, or their gradient, while the buffers of gathers are there, which they are not around the loss.
 
-    The last one in forward is held by a local variable of `_post_forward` until logits have been cast. The last norm
-    keeps about four hidden states (its input, in fp32 too, and its output).
+    The last one in forward is held by a local variable of `_post_forward` until logits have been cast.
     """
     parts = step.parts
     entering = parts.entering(len(parts.blocks))
-    made = Computed(activations=4 * entering, logits=parts.logits)
+    made = Computed(activations=NORMED * entering, logits=parts.logits)
     yield Candidate("forward", At("head"), kept, made)
     gradient = step.sharding.facts.head_gradient
     undone = Computed(activations=2 * entering, temporaries=entering, logits=parts.logits_gradient, gradients=gradient)
@@ -120,10 +125,26 @@ def end_of_backward(step: Step) -> Iterator[Candidate]:
     """The embedding's gradient; then the root's reduction, and that of a unit whose end FSDP2 learns last."""
     sharding, late = step.sharding, step.sharding.facts.late
     embeds = 0 if sharding.first_block else ROOT
-    yield Candidate("backward", At("backward", embeds), 0, step.parts.ends.embedding.backward)
+    if embeds == ROOT or sharding.facts.units[embeds].has_backward:
+        yield from _embedding_backward(step, embeds)
     yield from _reduced(ROOT, 0, 0)
     if late is not None:
         yield from _reduced(late, 0, 0)
+
+
+def _embedding_backward(step: Step, place: int) -> Iterator[Candidate]:
+    """The embedding's gradient, and where the head's waits for it their sum, unless that of several pieces of the loss
+    is a sum already, to which autograd adds."""
+    facts, plan = step.sharding.facts, step.plan
+    computed = step.parts.ends.embedding.backward
+    if facts.tied_gradient and step.parts.pieces > 1:
+        computed = replace(computed, gradients=0)
+    yield Candidate("backward", At("backward", place), 0, computed)
+    if facts.whole_embedding and plan.accumulation_mode != "defer_all":  # FSDP2 takes this rank's part of it
+        taken = Computed(gradients=facts.whole_embedding + 2 * facts.embedding_gradient)
+        yield Candidate("backward", At("backward", place), 0, taken)
+    if plan.accumulation_mode == "defer_all" and plan.accumulation_steps > 2:
+        yield Candidate("backward", At("deferred", place), 0, computed)
 
 
 def evaluation(step: Step) -> Iterator[Candidate]:
@@ -142,11 +163,15 @@ def evaluation(step: Step) -> Iterator[Candidate]:
         entering = blocks[block - 1].output if block else ends.embedding.output
         yield Candidate("evaluation", At("arrival", place, True), held, NOTHING, entering)
         yield Candidate("evaluation", At("forward", place, True), held, blocks[block].evaluation)
+    if sharding.facts.own_head:
+        place = len(sharding.facts.units) - 1
+        yield Candidate("evaluation", At("arrival", place, True), kept, NOTHING, blocks[-1].output)
     whole = step.plan.loss_head == "eager"
-    yield Candidate("evaluation", At("loss" if whole else "head", ROOT, True), kept, ends.head.evaluation)
+    # The decoder has returned: tables, masks and what its variables held are gone.
+    yield Candidate("evaluation", At("loss" if whole else "head", ROOT, True), 0, ends.head.evaluation)
     if whole:
         made = Computed(logits=step.parts.evaluated_logits)
-        yield Candidate("evaluation", At("head", ROOT, True), kept, made, 2 * blocks[-1].output)
+        yield Candidate("evaluation", At("head", ROOT, True), 0, made, 2 * blocks[-1].output)
 
 
 def _last_of_each(step: Step) -> Iterator[int]:

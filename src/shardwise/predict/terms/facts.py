@@ -54,6 +54,11 @@ class Facts:
     tied_gradient: int
     """Bytes of the whole gradient of a weight that embedding and head share, in the root or a unit of its own. The
     head's part of it waits in autograd until the embedding's is there."""
+    whole_embedding: int
+    """Bytes by which the embedding's gradient is larger than this rank's part of it, before it is reduced: where a
+    tensor axis splits its rows, every rank computes a gradient of all rows."""
+    embedding_gradient: int
+    """Bytes of this rank's part of it."""
     late: int | None
     """Place of the unit that is reduced after the root: the first that backward reaches, where no gradient flows into
     its input, so that FSDP2 learns only at the end of backward that it is done."""

@@ -24,13 +24,14 @@ class Fsdp2Gradients:
         self._ranks = plan.mesh.shard
         self._several = plan.accumulation_steps > 1
         self._mode = plan.accumulation_mode if self._several else "reduce_each"
+        self._exchanged = facts.device_type == "cpu" and self._ranks > 1
         # Where sums wait apart from `.grad` (engine.accumulation), two sets of sharded gradients meet.
-        self._apart = self._several and self._mode == "reduce_each" and plan.reduce_scatter.asynchronous
+        in_background = self._exchanged and plan.reduce_scatter.asynchronous
+        self._apart = self._several and self._mode == "reduce_each" and in_background
         self._adds = self._several and self._mode == "reduce_each" and not self._apart
         self._cast = plan.dtypes.reduce != plan.dtypes.trained_storage
-        self._exchanged = facts.device_type == "cpu" and self._ranks > 1
         self._buffers = 1 if self._exchanged else plan.reduce_scatter.buffers
-        self._in_flight = plan.reduce_scatter.buffers if self._exchanged and plan.reduce_scatter.asynchronous else 0
+        self._in_flight = plan.reduce_scatter.buffers if in_background else 0
         in_root = facts.early_root_gradients >= facts.tied_gradient > 0 and facts.units[0].block_kind is not None
         self._early_others = facts.early_root_gradients - (facts.tied_gradient if in_root else 0)
         waits_reduced = self._mode == "defer_all"
@@ -63,23 +64,29 @@ class Fsdp2Gradients:
 
     def buffers(self, at: At) -> Live:
         """Return what reductions hold: their inputs, on CPUs the parts that arrive, and results that wait."""
-        if at.evaluating or at.moment in (*_FORWARD, "step"):
+        if at.evaluating or at.moment in (*_FORWARD, "deferred", "step"):
             return {}
         held = self._states(at) + self._flights(at)
-        if self.facts.plan.mesh.replicate > 1 and self._cast:
-            held += self._already(at, self.sums.reduced, self.facts.root.reduced) // self._ranks
+        # The result of an all-reduce is held to the end of backward, the root's not as long as that of the late unit;
+        # where it has become the gradients, it is counted as such.
+        if self.facts.plan.mesh.replicate > 1 and (self._cast or self._adds):
+            held += self._already(at, self.sums.reduced, 0) // self._ranks
         if at.moment in ("reduction", "reduced"):
             held += self._unit(at.unit).reduced
         if at.moment != "reduced":
             return {"reduce_scatter_buffers": held}
         unit = self._unit(at.unit)
+        output = unit.reduced // self._ranks
         # Over one rank the input is divided into a copy; between processes every rank's part arrives in one buffer.
-        held += unit.reduced if self._ranks == 1 or self._exchanged else 0
-        # The output becomes the gradients, or is cast to their dtype, or added to those that are there.
-        held += unit.reduced // self._ranks if self._cast or self._adds else 0
-        new = 0 if self._adds and not self._cast else unit.gradient_shards
+        parts = unit.reduced if self._ranks == 1 or self._exchanged else 0
         last = unit.last_gradient * self._gradient_item if self._ranks > 1 else 0
-        return together({"reduce_scatter_buffers": held, "unsharded_gradients": last}, {self._shards_place: new})
+        if not self._cast and not self._adds:  # the output becomes the gradients
+            return together(
+                {"reduce_scatter_buffers": held + parts, "unsharded_gradients": last}, {self._shards_place: output}
+            )
+        # It is cast to their dtype, when the parts are gone, or added to those that are there.
+        cast = unit.gradient_shards if self._cast else 0
+        return {"reduce_scatter_buffers": held + output + max(parts, cast), "unsharded_gradients": last}
 
     def _unit(self, place: int) -> UnitBytes:
         return self.facts.root if place == ROOT else self.facts.units[place].bytes
@@ -88,7 +95,7 @@ class Fsdp2Gradients:
         """Return the sum of a figure over the units that are reduced: `before` by place, and the root's."""
         late = self.facts.late
         late_one = 0 if late is None else before[late + 1] - before[late]
-        if at.moment in _FORWARD:
+        if at.moment in (*_FORWARD, "deferred"):
             return 0
         if at.unit == ROOT:
             return before[-1] - late_one
@@ -114,25 +121,23 @@ class Fsdp2Gradients:
         """Return gradients when whole ones wait for the last micro-batch.
 
         What a micro-batch brings is added to what waits at the end of its unit's backward, so only gradients of the
-        root's head and of the late unit are there twice for longer. The embedding's backward is looked at in a
-        micro-batch before the last, in which nothing is reduced.
+        root's head and of the late unit are there twice for longer.
         """
         facts, kept, root = self.facts, self.sums.kept_gradients, self.facts.root.kept_gradients
-        waiting = kept[-1] + root
-        if at.unit == ROOT and at.moment == "backward" and facts.plan.accumulation_steps > 2:
-            reduced = 0
-        else:
-            waiting -= self._already(at, kept, root)
+        waiting = kept[-1] + root - self._already(at, kept, root)
+        late, ends = facts.late, at.moment in ("reduction", "reduced")
         if at.moment == "reduced":
             waiting -= self._unit(at.unit).kept_gradients
-        late, ends = facts.late, at.moment in ("reduction", "reduced")
-        # In one dtype autograd itself adds to what waits.
-        apart = facts.plan.dtypes.reduce != facts.plan.dtypes.param
-        if self._early(at) and apart:
-            waiting += self._early_others
-        elif at.unit == ROOT and ends and late is not None and apart:
-            waiting += facts.units[late].bytes.gradients
-        tied = facts.tied_gradient if self._early(at) else 0
+        plan, early = facts.plan, self._early(at)
+        if early or at.moment in _FORWARD:  # what of the embedding's is whole on every rank of a tensor group
+            beyond = facts.whole_embedding * ITEM_BYTES[plan.dtypes.reduce] // ITEM_BYTES[plan.dtypes.param]
+            waiting += beyond
+        if plan.dtypes.reduce != plan.dtypes.param:  # else autograd itself adds to what waits
+            if early:
+                waiting += self._early_others
+            elif at.unit == ROOT and ends and late is not None:
+                waiting += facts.units[late].bytes.gradients
+        tied = facts.tied_gradient if early else 0
         return {"unsharded_gradients": waiting, "logits_and_loss": tied, self._shards_place: reduced}
 
     def _states(self, at: At) -> int:
@@ -140,8 +145,6 @@ class Fsdp2Gradients:
         past, late, end = self.sums.reduced, self.facts.late, len(self.facts.units)
         count = self._buffers - (at.moment in ("reduction", "reduced"))
         if at.unit == ROOT:
-            if self._mode == "defer_all" and at.moment == "backward" and self.facts.plan.accumulation_steps > 2:
-                return 0
             first = 0 if late is None else late + 1
             return past[min(end, first + count)] - past[min(end, first)]
         first = at.unit + 1

@@ -7,7 +7,17 @@ from typing import Literal, NamedTuple, Protocol
 from shardwise.predict.terms.live import Live
 
 Moment = Literal[
-    "arrival", "forward", "head", "loss", "head_backward", "return", "backward", "reduction", "reduced", "step"
+    "arrival",
+    "forward",
+    "head",
+    "loss",
+    "head_backward",
+    "return",
+    "backward",
+    "reduction",
+    "reduced",
+    "deferred",
+    "step",
 ]
 """What happens; the package's docstring explains each."""
 

@@ -24,19 +24,21 @@ def _of_units(step: Step) -> Iterator[tuple[int, Category, str]]:
         if facts.plan.mesh.shard > 1:
             yield unit.gathered, "all_gather_buffers", name
         yield unit.reduced, "reduce_scatter_buffers", name
+        yield unit.gradient_shards, "sharded_gradients", name
         yield unit.widest, "unsharded_parameters", name
 
 
 def _of_computation(step: Step, workload: Workload) -> Iterator[tuple[int, Category, str]]:
-    """Logits in fp32 (of a chunk, where they are made in chunks), a block's widest hidden state, attention scores."""
+    """Logits in fp32 (of a chunk, where they are made in chunks; whole on every rank of a tensor group), a block's
+    widest hidden state, attention scores."""
     plan, model = step.plan, workload.model
     tokens, split = plan.micro_batch * workload.seq_len, plan.mesh.tensor
     forwards = EVALUATED_ROWS if workload.held_out else 1
     evaluated = forwards * tokens
     if plan.loss_head == "eager":
-        yield evaluated * model.vocab // split * 4, "logits_and_loss", "loss"
+        yield evaluated * model.vocab * 4, "logits_and_loss", "loss"
     elif plan.loss_head == "chunked":
-        yield min(evaluated, plan.loss_chunk) * model.vocab // split * 4, "logits_and_loss", "loss"
+        yield min(evaluated, plan.loss_chunk) * model.vocab * 4, "logits_and_loss", "loss"
     item = ITEM_BYTES[plan.dtypes.param]
     for kind in model.kinds:
         yield evaluated * max(model.hidden, kind.mlp.width // split) * item, "temporaries", model.block_list

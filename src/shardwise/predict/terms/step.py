@@ -62,6 +62,8 @@ class Parts:
     """The blocks, of as many rows."""
     kept: tuple[int, ...]
     """Bytes that embedding and blocks before each block keep for backward; the last entry: all."""
+    pieces: int
+    """How many times the head is at work: 1, or the chunks of a chunked loss."""
     logits: int
     """Bytes of all logits, as the head makes them and as they leave the model."""
     logits_gradient: int
