@@ -72,7 +72,7 @@ def test_two_ranks(tiny, name, tied, lora):
     _compare(job, 2, Order(mode=job.accumulation, shard=shard), close=lora and bool(job.units.wrap))
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(tiny, name, lora):
     switches = FOUR_RANKS[name]

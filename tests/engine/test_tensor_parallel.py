@@ -83,7 +83,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("copies-x-2", "4-sequence")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_full_training_equals_one_process(tiny, case):
     """Rows of 5 to 23 tokens: padded on the right, with masks, and of lengths that 2 and 4 do not divide."""
     family, mesh, options = CASES[case]
@@ -109,6 +112,7 @@ def test_recomputed_and_deferred_steps_equal_one_process(tiny):
     _assert_equal(*_job(folder, SEQUENCE_2, activation_checkpointing="full", accumulation="defer_all"))
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_one_process(tiny):
     """bf16 keeps 8 bits, and sums over ranks round once more."""
     job, world = _job(tiny("llama", layers=2, kv=2, vocab=102), SHARD_SEQUENCE, mixed_precision={"param_dtype": "bf16"})

@@ -84,7 +84,14 @@ def name(case: object) -> str | None:
     return "-".join(str(value) for value in case.values()).replace(" ", "")
 
 
-@pytest.mark.parametrize(("world", "micro_batches", "fields"), PLANS, ids=name)
+FEW, FOUR = ([plan for plan in PLANS if (plan[0] == 4) is many] for many in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("world", "micro_batches", "fields"),
+    [*FEW, *FOUR[::2], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in FOUR[1::2])],
+    ids=name,
+)
 def test_counted_is_planned(tiny, world, micro_batches, fields):
     job = make_job(tiny(layers=2), micro_batch=1, global_batch=world * micro_batches, **fields)
     for counted in run_ranks(count_steps, world, job):

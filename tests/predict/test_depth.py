@@ -86,9 +86,9 @@ CASES = {
         plan(dtypes=FROZEN, activation_checkpointing="none"),
         A10,
     ),
-    "every second": (workload(layers=7), plan(activation_checkpointing="every_2"), A10),
 }
 MORE = {
+    "every second": (workload(layers=7), plan(activation_checkpointing="every_2"), A10),
     "two kinds": (
         workload("gemma2", layers=7, seq_len=40, config={"sliding_window": 32}),
         plan(attention="eager", activation_checkpointing="none"),

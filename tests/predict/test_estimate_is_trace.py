@@ -83,6 +83,8 @@ def test_estimate_is_right_over_many_configurations():
     differences = [compare(one) for one in all_cases()]
     print(table(differences))
     totals = [abs(found.total) for found in differences]
+    terms = [abs(value) for found in differences for value in found.terms.values()]
     assert len(totals) >= 60
-    assert median(totals) <= 0.02
-    assert max(totals) <= 0.05, table(differences)
+    assert median(totals) <= 0.001, table(differences)
+    assert max(totals) <= EXACT, table(differences)
+    assert max(terms) <= 0.05, table(differences)

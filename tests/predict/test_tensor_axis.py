@@ -52,7 +52,10 @@ def planned(counted: Counted, vocabulary: int) -> Collectives:
     return collectives_of_step(counted.plan, counted.units, device_type="cpu", tensor=work)
 
 
-@pytest.mark.parametrize(("world", "micro_batches", "vocabulary", "fields"), PLANS)
+@pytest.mark.parametrize(
+    ("world", "micro_batches", "vocabulary", "fields"),
+    [*PLANS[:4], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[4:])],
+)
 def test_counted_is_planned(tiny, world, micro_batches, vocabulary, fields):
     folder = tiny(layers=LAYERS, vocab=vocabulary, kv=2)
     job = make_job(folder, micro_batch=1, global_batch=world // 2 * micro_batches, **fields)

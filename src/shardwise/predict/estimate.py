@@ -40,7 +40,8 @@ def estimate(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime 
     for phase, candidate in highest(step).items():
         peaks[phase] = Instant(phase=phase, where=where(step, candidate.at), live=live_at(step, candidate))
     footprint = Footprint(
-        peaks=tuple(peaks[phase] for phase in PHASES if phase in peaks), largest_buffer=largest_buffer(step, workload)
+        peaks=tuple(peaks[phase] for phase in PHASES if phase in peaks),
+        largest_buffer=largest_buffer(step, workload, runtime),
     )
     notes = tuple(_notes(workload, plan, cluster, runtime))
     return Report(instrument="estimate", plan=plan, footprint=footprint, notes=notes)

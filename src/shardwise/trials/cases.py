@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.catalogue.clusters import find_gpu
 from shardwise.catalogue.dimensions import model_from_dimensions
+from shardwise.predict.adapted import LINEAR
 from shardwise.predict.blocks.families import FAMILIES
 from shardwise.spec.cluster import Cluster, Gpu, Sourced
 from shardwise.spec.method import Lora
@@ -118,11 +119,17 @@ def _refuse(row: MeasuredRow) -> None:
 
 
 def _model(row: MeasuredRow) -> ModelSpec:
-    """Return the shape, by the class of transformers that comes nearest: the model's own, where there is a formula."""
+    """Return the shape, by the class of transformers that comes nearest: the model's own, where there is a formula and,
+    for adapters, where its linear layers take them."""
     spec = _of_dimensions(row, row.model.name)
-    if spec.model_type not in FAMILIES:
+    if spec.model_type not in FAMILIES or (row.lora is not None and not _takes_adapters(spec)):
         spec = _of_dimensions(row, None).model_copy(update={"name": row.model.name})
     return spec.model_copy(update={"config": {**spec.config, **_as_rows_mean(spec.config)}})
+
+
+def _takes_adapters(spec: ModelSpec) -> bool:
+    """Whether blocks have plain linear layers; classes with linear layers of their own take no adapter."""
+    return any(module.kind in LINEAR for kind in spec.kinds for module in kind.modules)
 
 
 def _of_dimensions(row: MeasuredRow, name: str | None) -> ModelSpec:

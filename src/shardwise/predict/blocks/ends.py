@@ -88,6 +88,7 @@ def _embedding(family: Family, layers: Layers, model: ModelSpec, setting: Settin
     """From token ids to hidden states."""
     memory = Memory()
     tape = Tape(memory)
+    tape.adds_gradients = setting.adds_gradients
     scene = Scene(tape, layers, setting)
     out = _embedded(family, scene, model)
     forward, size, root = live_of(memory.at_peak), out.storage.size, out.node
@@ -152,6 +153,7 @@ def _head(
 ) -> PartMemory:
     memory = Memory()
     tape = Tape(memory)
+    tape.adds_gradients = setting.adds_gradients
     scene = Scene(tape, layers, setting)
     program = loss_program(loss, family, model, chunk, output)
     size = setting.own_tokens * model.hidden

@@ -51,14 +51,17 @@ class Node:
 class Leaf(Node):
     """Where the gradient of a parameter, or of a block's input, arrives."""
 
-    __slots__ = ()
+    __slots__ = ("adds",)
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, *, adds: bool = False) -> None:
         super().__init__(1 << 60, (), _nothing, kind)
+        self.adds = adds
 
     def arrive(self) -> None:
-        """Keep what has come, as what it is here."""
-        if self.grad is not None:
+        """Keep what has come, as what it is here, or add it to what is there."""
+        if self.adds:
+            self.grad = None
+        elif self.grad is not None:
             self.grad.storage.turn(self.kind)
 
 

@@ -93,6 +93,7 @@ class Computation:
             fused_norms=self.runtime.fused_norms,
             compiled=self.runtime.compiled or plan.compile,
             program=self.runtime,
+            adds_gradients=adds_gradients(plan),
         )
 
     def _ends_gradient(self, weights: Weights) -> bool:
@@ -126,7 +127,14 @@ def _key(plan: Plan) -> _Key:
         mesh.sequence_parallel,
         plan.compile,
         plan.offload.activations,
+        adds_gradients(plan),
     )
+
+
+def adds_gradients(plan: Plan) -> bool:
+    """Whether whole gradients of several micro-batches are added up by autograd itself, as they arrive."""
+    deferred = plan.accumulation_steps > 1 and plan.accumulation_mode == "defer_all"
+    return deferred and plan.dtypes.reduce == plan.dtypes.param
 
 
 _REMEMBERED = 64

@@ -43,6 +43,8 @@ class Setting:
     """Pointwise chains are one kernel."""
     training: bool = True
     """Dropout drops."""
+    adds_gradients: bool = False
+    """Gradients of weights are there from micro-batches before, and those that arrive are added to them."""
     program: Runtime = field(default_factory=Runtime)
     """The program, as far as it computes otherwise than shardwise."""
 

@@ -66,6 +66,7 @@ class Tape:
         self.sums_in_place = sums_in_place
         self.kind = TEMPORARY
         self.distributed = False
+        self.adds_gradients = False
         self.stays = 0
         self.region: Region | None = None
         self.keeps: Callable[[str, int, int], bool] | None = None
@@ -78,12 +79,13 @@ class Tape:
 
     def gradient(self, weight: Node | None, elements: int, item: int) -> Tensor:
         """Allocate the gradient of a weight: as such from its birth, unless it is still to be added to others."""
-        own = isinstance(weight, Leaf) and weight.pending == 1 and weight.grad is None
+        own = isinstance(weight, Leaf) and weight.pending == 1 and weight.grad is None and not weight.adds
         return self.new(elements, item, kind=GRADIENT if own else None)
 
     def parameter(self, elements: int, item: int, *, trains: bool) -> Tensor:
         """Return a parameter, whose bytes are not counted here; its gradient's are."""
-        return Tensor(Storage(self.memory, 0, UNCOUNTED), elements, item, Leaf(GRADIENT) if trains else None)
+        node = Leaf(GRADIENT, adds=self.adds_gradients) if trains else None
+        return Tensor(Storage(self.memory, 0, UNCOUNTED), elements, item, node)
 
     def node(self, inputs: tuple[Tensor, ...], derivative: Derivative) -> Node | None:
         """Return the backward of an operation on `inputs`; None where no gradient flows."""

@@ -45,6 +45,7 @@ def walk(
     """
     memory = Memory()
     tape = Tape(memory)
+    tape.adds_gradients = setting.adds_gradients
     if mode in ("selective", "every_second_matmul"):
         tape.keeps = _keeps(mode)
     scene = Scene(tape, layers, setting)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 from typing import TypeVar
 
 from shardwise.predict.blocks import Computation, PartMemory, is_checkpointed, modes_of
+from shardwise.predict.blocks.memory import adds_gradients
 from shardwise.predict.runtimes import kept_cache, quantized_facts, sharding_terms
 from shardwise.predict.terms.candidates import Candidate, candidates
-from shardwise.predict.terms.facts import PlacedUnit
+from shardwise.predict.terms.facts import Facts, PlacedUnit
 from shardwise.predict.terms.instants import ROOT, At
 from shardwise.predict.terms.layout import facts_of
 from shardwise.predict.terms.live import Live, together
 from shardwise.predict.terms.step import Parts, Sharding, Step
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES
-from shardwise.predict.terms.update import optimizer_bytes
+from shardwise.predict.terms.unit_bytes import ITEM_BYTES, own_vocab
+from shardwise.predict.terms.update import OptimizerBytes, by_buckets, optimizer_bytes
 from shardwise.predict.unit_rows import UnitKind, UnitTensor, unit_kinds
 from shardwise.predict.workspace import HANDLES, workspace_bytes
 from shardwise.spec.cluster import Gpu
@@ -40,6 +42,8 @@ class Assembly:
         self._workspace = 0 if gpu is None else HANDLES * workspace_bytes(gpu)
         self._shardings: dict[tuple[object, ...], Sharding] = {}
         self._parts: dict[tuple[object, ...], Parts] = {}
+        self._known_facts: dict[tuple[object, ...], tuple[Facts, tuple[UnitKind, ...]]] = {}
+        self._optimizers: dict[tuple[object, ...], tuple[OptimizerBytes, tuple[UnitKind, ...]]] = {}
 
     def step(self, plan: Plan) -> Step:
         """Return one step of a plan.
@@ -73,6 +77,7 @@ class Assembly:
             plan.offload.activations,
             mesh.tensor,
             mesh.sequence_parallel,
+            adds_gradients(plan),
         )
         return self._parts.get(key) or _remember(self._parts, key, self._make_parts(plan))
 
@@ -95,7 +100,11 @@ class Assembly:
         workload = self.computed.workload
         dtypes = plan.dtypes
         item = ITEM_BYTES[dtypes.param] + (ITEM_BYTES[dtypes.output] if dtypes.output != dtypes.param else 0)
-        logits = plan.micro_batch * workload.seq_len * workload.model.vocab
+        vocab = own_vocab(workload.model, plan, self.computed.runtime)
+        logits = plan.micro_batch * workload.seq_len * vocab
+        # A tensor group gathers its parts of the logits, and puts them together in a copy.
+        split = plan.mesh.tensor > 1 and vocab == workload.model.vocab
+        own = (logits + logits // plan.mesh.tensor) * ITEM_BYTES[dtypes.param] if split else 0
         trained = plan.micro_batch * max(1, workload.seq_len - 1)
         pieces = ceil(trained / plan.loss_chunk) if plan.loss_head == "chunked" else 1
         return Parts(
@@ -106,8 +115,8 @@ class Assembly:
             kept=tuple(accumulate((part.kept for part in blocks), initial=ends.embedding.kept)),
             pieces=pieces,
             logits=logits * item,
-            logits_gradient=logits * ITEM_BYTES[dtypes.param],
-            evaluated_logits=EVALUATED_ROWS * logits * item,
+            logits_gradient=logits * ITEM_BYTES[dtypes.param] + own,
+            evaluated_logits=EVALUATED_ROWS * (logits * item + own),
         )
 
     def _blocks(self, plan: Plan) -> tuple[PartMemory, ...]:
@@ -122,43 +131,66 @@ class Assembly:
         return tuple(found)
 
     def _make_sharding(self, plan: Plan, hidden: int) -> Sharding:
-        computed = self.computed
+        computed, model = self.computed, self.computed.workload.model
         kinds = unit_kinds(computed.workload, plan)
-        facts = quantized_facts(
-            facts_of(computed.workload.model, kinds, plan, computed.device_type),
-            kinds,
-            computed.runtime.base_quantization,
-        )
-        tensors = _in_order(kinds, computed.workload.model)
-        optimizer = optimizer_bytes(tensors, plan, computed.device_type)
+        facts = self._facts(plan, kinds)
+        optimizer = self._optimizer(plan, kinds)
         cache = kept_cache(computed.workload, computed.runtime, hidden)
         terms = sharding_terms(computed.runtime, facts, optimizer, hidden_bytes=hidden, cache_bytes=cache)
         first = next((place for place, unit in enumerate(facts.units) if unit.block_kind is not None), 0)
-        count = len(computed.workload.model.blocks)
+        blocks = facts.units[first : first + model.layers]
         return Sharding(
             facts=facts,
             terms=terms,
             resting=terms.at_rest(),
-            twice_loaded=_tied_shard(tensors, computed.workload.model),
+            twice_loaded=_tied_shard(kinds, model),
             first_block=first,
-            alike=_alike(facts.units[first : first + count], first_apart=facts.late is not None),
+            alike=_alike(blocks, first_apart=facts.late is not None),
         )
 
+    def _facts(self, plan: Plan, kinds: tuple[UnitKind, ...]) -> Facts:
+        """Return the units in bytes, which only differ where the kinds do, or where shards lie."""
+        key = (id(kinds), plan.offload.parameters)  # an entry keeps the kinds alive, so their id stays theirs
+        found = self._known_facts.get(key)
+        if found is None:
+            computed = self.computed
+            facts = facts_of(computed.workload.model, kinds, plan, computed.device_type)
+            facts = quantized_facts(facts, kinds, computed.runtime.base_quantization)
+            found = _remember(self._known_facts, key, (facts, kinds))
+        return replace(found[0], plan=plan)
 
-def _in_order(kinds: Sequence[UnitKind], model: ModelSpec) -> list[tuple[UnitTensor, int]]:
-    """Return all parameters, each with how often it occurs, about in the order of the model: the embedding first."""
-    blocks = [(tensor, kind.count) for kind in kinds if kind.block_kind is not None for tensor in kind.tensors]
+    def _optimizer(self, plan: Plan, kinds: tuple[UnitKind, ...]) -> OptimizerBytes:
+        offload = plan.offload
+        how = (plan.optimizer, plan.optimizer_implementation, plan.dtypes.optimizer_state)
+        key = (id(kinds), *how, offload.optimizer, offload.parameters)
+        found = self._optimizers.get(key)
+        if found is None:
+            tensors = _in_order(kinds, self.computed.workload.model, each=by_buckets(plan))
+            made = optimizer_bytes(tensors, plan, self.computed.device_type)
+            found = _remember(self._optimizers, key, (made, kinds))
+        return found[0]
+
+
+def _in_order(kinds: Sequence[UnitKind], model: ModelSpec, *, each: bool) -> list[tuple[UnitTensor, int]]:
+    """Return all parameters in the order of the model, the embedding first: `each`, or with how often it occurs."""
+    inner = [kind for kind in kinds if kind.block_kind is not None]
+    if each:
+        by_block = {block: kind for kind in inner for block in kind.blocks}
+        blocks = [(tensor, 1) for block in sorted(by_block) for tensor in by_block[block].tensors]
+    else:
+        blocks = [(tensor, kind.count) for kind in inner for tensor in kind.tensors]
     outside = [(tensor, 1) for kind in kinds if kind.block_kind is None for tensor in kind.tensors]
     embeds = [entry for entry in outside if entry[0].name.startswith(f"{model.embedding}.")]
     return [*embeds, *blocks, *(entry for entry in outside if entry not in embeds)]
 
 
-def _tied_shard(tensors: Sequence[tuple[UnitTensor, int]], model: ModelSpec) -> int:
+def _tied_shard(kinds: Sequence[UnitKind], model: ModelSpec) -> int:
     """Return the bytes of a shard that two modules hold: `to_empty` makes it anew for each."""
     if not model.tied:
         return 0
     name = f"{model.embedding}.weight"
-    return sum(tensor.rank_elements * ITEM_BYTES[tensor.dtype] for tensor, _ in tensors if tensor.name == name)
+    outside = (tensor for kind in kinds if kind.block_kind is None for tensor in kind.tensors)
+    return sum(tensor.rank_elements * ITEM_BYTES[tensor.dtype] for tensor in outside if tensor.name == name)
 
 
 T = TypeVar("T")
@@ -231,10 +263,20 @@ def live_at(step: Step, candidate: Candidate) -> Live:
         held["temporaries"] += candidate.waiting
     if at.evaluating:  # without gradients nothing is kept for backward
         held["temporaries"] += held.pop("activations")
+    if at.moment == "head_backward" and step.parts.pieces > 2:
+        _name_sum(held, step.sharding.facts.head_gradient)
     sharding = step.sharding.live(at)
-    if step.parts.pieces > 1:  # what waits of a tied weight's gradient is a sum already, in which the gradient is made
-        sharding["unsharded_gradients"] = sharding.get("unsharded_gradients", 0) + sharding.pop("logits_and_loss", 0)
+    if step.parts.pieces > 1 and step.plan.mesh.tensor == 1:
+        _name_sum(sharding, sharding.get("logits_and_loss", 0))
     return together(held, sharding)
+
+
+def _name_sum(live: Live, size: int) -> None:
+    """Call a gradient of the head what it becomes: a sum over pieces of the loss is made in the gradient's own memory,
+    while what a single piece gives belongs to the loss."""
+    moved = min(size, live.get("logits_and_loss", 0))
+    live["logits_and_loss"] = live.get("logits_and_loss", 0) - moved
+    live["unsharded_gradients"] = live.get("unsharded_gradients", 0) + moved
 
 
 def where(step: Step, at: At) -> str:

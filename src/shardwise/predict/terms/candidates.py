@@ -109,7 +109,8 @@ def backward(step: Step) -> Iterator[Candidate]:
     for block in _ends_of_each(step):
         part, place = parts.blocks[block], sharding.first_block + block
         kept = shared + parts.kept[block] + parts.travelling(block)
-        yield Candidate("backward", At("return", place), kept + part.kept + part.travelling, NOTHING, part.output)
+        whole = shared + parts.kept[block] + part.kept + part.travelling
+        yield Candidate("backward", At("return", place), whole, NOTHING, part.output)
         yield Candidate("backward", At("backward", place), kept, part.backward)
         if place != sharding.facts.late:
             yield from _reduced(place, kept, part.input_gradient)
@@ -137,7 +138,10 @@ def _embedding_backward(step: Step, place: int) -> Iterator[Candidate]:
     is a sum already, to which autograd adds."""
     facts, plan = step.sharding.facts, step.plan
     computed = step.parts.ends.embedding.backward
-    if facts.tied_gradient and step.parts.pieces > 1:
+    if facts.tied_gradient and plan.mesh.tensor > 1:  # the sum of a part and a whole is not yet this rank's part
+        passing = computed.gradients - facts.embedding_gradient
+        computed = replace(computed, temporaries=computed.temporaries + passing, gradients=facts.embedding_gradient)
+    elif facts.tied_gradient and step.parts.pieces > 1:
         computed = replace(computed, gradients=0)
     yield Candidate("backward", At("backward", place), 0, computed)
     if facts.whole_embedding and plan.accumulation_mode != "defer_all":  # FSDP2 takes this rank's part of it
@@ -189,12 +193,12 @@ def _last_of_each(step: Step) -> Iterator[int]:
 
 
 def _ends_of_each(step: Step) -> Iterator[int]:
-    """Yield, of each kind of block, those nearest to where a run of backward begins, is in full swing, and ends."""
-    high = len(step.parts.blocks) - 1 - step.plan.reduce_scatter.buffers
-    low = step.plan.prefetch.backward
+    """Yield, of each kind of block, those where its run begins in backward, is in full swing, and ends.
+
+    In full swing are the first with as many of its kind behind it as reductions are held, and the last with as many
+    before it as are gathered ahead.
+    """
+    held, ahead = step.plan.reduce_scatter.buffers, step.plan.prefetch.backward
     for blocks in step.sharding.alike:
-        chosen = {blocks[-1], blocks[0]}
-        if len(blocks) > 2:
-            chosen.add(next((block for block in reversed(blocks) if block <= high), blocks[0]))
-            chosen.add(next((block for block in blocks if block >= low), blocks[-1]))
-        yield from chosen
+        last = len(blocks) - 1
+        yield from {blocks[place] for place in (last, max(0, last - held), min(last, ahead), 0)}

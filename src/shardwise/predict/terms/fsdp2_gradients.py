@@ -47,20 +47,20 @@ class Fsdp2Gradients:
         reduced = self._already(at, sums.gradient_shards, facts.root.gradient_shards)
         if self._mode == "defer_all":
             return self._deferred(at, reduced)
-        if self._mode == "defer_replicate":
+        waiting = 0
+        if self._mode == "defer_replicate":  # this rank's part of sums that are not yet those of all replicas
             waiting = sums.reduced[-1] + facts.root.reduced - self._already(at, sums.reduced, facts.root.reduced)
-            reduced += waiting // self._ranks
         elif self._apart:
             reduced += total
         elif self._several:
             reduced = total
         waits = self._early(at)
-        tied = facts.tied_gradient if waits else 0
-        return {
+        whole: Live = {
             "unsharded_gradients": waits * self._early_others + self._complete(at),
-            "logits_and_loss": tied,
-            self._shards_place: reduced,
+            "logits_and_loss": facts.tied_gradient if waits else 0,
+            "sharded_gradients": waiting // self._ranks,
         }
+        return together(whole, {self._shards_place: reduced})
 
     def buffers(self, at: At) -> Live:
         """Return what reductions hold: their inputs, on CPUs the parts that arrive, and results that wait."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.predict.unit_rows import UnitTensor
+from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.runtime import Runtime
 
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element of each dtype."""
@@ -97,3 +99,8 @@ def _beside_weights(tensors: Sequence[UnitTensor], copies: Sequence[tuple[int, i
         most = max(most, done + kept)
         before = kept
     return max(0, most - done)
+
+
+def own_vocab(model: ModelSpec, plan: Plan, runtime: Runtime) -> int:
+    """Return of how many entries of the vocabulary a rank has logits."""
+    return model.vocab // plan.mesh.tensor if runtime.parallel_loss else model.vocab

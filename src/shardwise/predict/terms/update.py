@@ -43,7 +43,8 @@ def optimizer_bytes(tensors: Iterable[tuple[UnitTensor, int]], plan: Plan, devic
     """Return the bytes of the plan's optimizer.
 
     Args:
-        tensors: Parameters of the model, each with how often it occurs.
+        tensors: Parameters of the model, each with how often it occurs; each once, in the order of the model, where the
+            update goes `by_buckets`.
         plan: What is decided.
         device_type: On `cpu` what is offloaded stays in the same memory.
     """
@@ -54,16 +55,24 @@ def optimizer_bytes(tensors: Iterable[tuple[UnitTensor, int]], plan: Plan, devic
         return OptimizerBytes(states={"optimizer_states": states}, temporaries=work)
     elements = sum(elements * count for elements, count, _ in trained)
     states = STATES[plan.optimizer] * elements * ITEM_BYTES[plan.dtypes.optimizer_state]
-    on_host = plan.offload.optimizer and not plan.offload.parameters
-    away = on_host and device_type == "cuda"
+    away = _on_host(plan) and device_type == "cuda"
     groups = [[(elements, count) for elements, count, decays in trained if decays is side] for side in (True, False)]
-    fused_sgd = plan.optimizer == "sgd" and plan.optimizer_implementation == "fused"
-    if on_host or fused_sgd or plan.dtypes.optimizer_state != plan.dtypes.trained_storage:
+    if by_buckets(plan):
         work = max(_resting_work(group, plan, away) for group in groups)
     else:
         work = max(_work(group, plan, decays=bool(place == 0)) for place, group in enumerate(groups))
         work *= ITEM_BYTES[plan.dtypes.trained_storage]
     return OptimizerBytes(states={"offloaded" if away else "optimizer_states": states}, temporaries=work)
+
+
+def by_buckets(plan: Plan) -> bool:
+    """Whether states rest elsewhere, or otherwise, than where they are updated (`engine.optimizer.build_optimizer`)."""
+    fused_sgd = plan.optimizer == "sgd" and plan.optimizer_implementation == "fused"
+    return _on_host(plan) or fused_sgd or plan.dtypes.optimizer_state != plan.dtypes.trained_storage
+
+
+def _on_host(plan: Plan) -> bool:
+    return plan.offload.optimizer and not plan.offload.parameters
 
 
 def _decays(tensor: UnitTensor) -> bool:
