@@ -18,10 +18,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES
+from shardwise.predict.constants import GIB
+from shardwise.spec.strict import DTYPE_BYTES
 from shardwise.trials.figures import TENSORS, percentile
 from shardwise.trials.measured import read_rows
-from shardwise.trials.validate import GIB, Predicted, RowCheck, check_rows
+from shardwise.trials.validate import Predicted, RowCheck, check_rows
 
 SHARED = Path(__file__).with_name("measurements") / "published.jsonl"
 
@@ -45,7 +46,7 @@ def deepspeed(predicted: Predicted) -> float:
 def accelerate(predicted: Predicted) -> float:
     """Return accelerate's figure for training with Adam, in bytes."""
     plan, parameters = predicted.case.plan, predicted.case.workload.model.parameters
-    return parameters * (16 if ITEM_BYTES[plan.dtypes.param] == 4 else 8)
+    return parameters * (16 if DTYPE_BYTES[plan.dtypes.param] == 4 else 8)
 
 
 def figures(check: RowCheck) -> dict[str, float]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from shardwise.predict.constants import GIB
 from shardwise.trials import figures
 from shardwise.trials.figures import Errors
 from shardwise.trials.measured import read_rows
 from shardwise.trials.refit import leave_one_out
-from shardwise.trials.validate import GIB, RowCheck, check_rows
+from shardwise.trials.validate import RowCheck, check_rows
 from shardwise.trials.validate_text import skipped
 
 TARGET = Path(__file__).with_name("accuracy.md")

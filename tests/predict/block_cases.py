@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.catalogue.families.registry import spec_by_formula
-from shardwise.predict.blocks import Computation, PartMemory, computation, is_checkpointed, modes_of
-from shardwise.spec.layout import Mesh, Prefetch, ReduceScatter
+from shardwise.predict.blocks import Computation, PartMemory, computation, modes_of
+from shardwise.spec.layout import Mesh, Prefetch, ReduceScatter, is_checkpointed
 from shardwise.spec.method import Lora
 from shardwise.spec.plan import Dtypes, Plan
 from shardwise.spec.runtime import Runtime

@@ -7,10 +7,11 @@ import time
 import pytest
 
 from house.source import ROOT
+from shardwise.predict.constants import GIB
 from shardwise.trials import figures
 from shardwise.trials.measured import MeasuredRow, read_rows
 from shardwise.trials.refit import FITTED, fit, leave_one_out
-from shardwise.trials.validate import GIB, check_rows
+from shardwise.trials.validate import check_rows
 from shardwise.trials.validate_text import as_json, as_text
 from trials.rows import row, single
 

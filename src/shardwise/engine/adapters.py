@@ -15,7 +15,7 @@ from shardwise.engine.blocks import find_blocks
 from shardwise.engine.compat import local_slices
 from shardwise.engine.names import unwrapped_name
 from shardwise.engine.shards import local
-from shardwise.spec.method import Lora
+from shardwise.spec.method import Lora, goes_by
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
 
@@ -50,15 +50,10 @@ def _check_targets(model: nn.Module, targets: list[str]) -> None:
             fix=did_you_mean(target, known),
         )
         for target in targets
-        if not any(_goes_by(name, target) for name in names)
+        if not any(goes_by(name, target) for name in names)
     ]
     if problems:
         raise BadInput(problems)
-
-
-def _goes_by(name: str, given: str) -> bool:
-    """Whether a module goes by a name that was given: its own, or the last parts of it."""
-    return name == given or name.endswith("." + given)
 
 
 def _lies_in(name: str, outer: list[str]) -> bool:
@@ -78,7 +73,7 @@ def _whole_modules(model: nn.Module, lora: Lora, tensor: int) -> list[str]:
         reason = f"contradicts mesh.tensor: {tensor}, which does not split modules that are trained whole"
         raise BadInput(Problem(field="lora_modules_to_save", value=wanted, reason=reason, fix="remove one of the two"))
     modules = dict(model.named_modules())
-    whole = {given: [name for name in modules if _goes_by(name, given)] for given in wanted}
+    whole = {given: [name for name in modules if goes_by(name, given)] for given in wanted}
     all_whole = list(dict.fromkeys(name for names in whole.values() for name in names))
     unfit = _unfit(model, all_whole) | _adapted_too(model, lora, all_whole)
     problems = []
@@ -139,7 +134,7 @@ def _adapted_too(model: nn.Module, lora: Lora, whole: list[str]) -> dict[str, st
     if lora.targets == "all_linear":
         return {}
     linear = [name for name, module in model.named_modules() if _is_linear(module) and _lies_in(name, whole)]
-    adapted = {name: target for target in lora.targets for name in linear if _goes_by(name, target)}
+    adapted = {name: target for target in lora.targets for name in linear if goes_by(name, target)}
     return {
         outer: f"contradicts lora_targets: {target}, which gives {name} an adapter"
         for outer in whole
@@ -203,7 +198,7 @@ def add_adapters(model: nn.Module, lora: Lora, *, tensor: int = 1) -> nn.Module:
     except ValueError as error:
         reason = f"PEFT refuses these adapters: {str(error).strip().splitlines()[0]}"
         raise BadInput(Problem(field="lora_targets", value=targets, reason=reason)) from error
-    _refuse_moved(adapted, [name for name in linear if any(_goes_by(name, target) for target in targets)], targets)
+    _refuse_moved(adapted, [name for name in linear if any(goes_by(name, target) for target in targets)], targets)
     return adapted
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardwise.engine.compat import CheckpointWrapper, Operator, checkpoint_wrapper, operator_argument, operator_name
+from shardwise.spec.layout import is_checkpointed
 
 Checkpointing = Literal["none", "full", "selective"]
 """What one block does in backward: nothing; all of its forward again; the cheap part of it."""
@@ -47,14 +48,6 @@ _ATTENTION = frozenset(
     }
 )
 """Attention as one operator, on CPUs and GPUs."""
-
-
-def is_checkpointed(setting: str, index: int) -> bool:
-    """Whether block `index` recomputes its activations under a Plan's `activation_checkpointing`."""
-    if setting == "none":
-        return False
-    every = 1 if setting in ("full", "selective") else int(setting.removeprefix("every_"))
-    return index % every == 0
 
 
 def planned_checkpointing(setting: str, index: int) -> Checkpointing:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
-from shardwise.engine.compat import UnsupportedRelease
+from shardwise.engine.compat import replaced
 
 _MAKES_MESH = "_get_post_forward_mesh_info"
 
@@ -25,8 +25,6 @@ def one_mesh_after_forward() -> Iterator[None]:
         UnsupportedRelease: this torch makes that mesh elsewhere.
     """
     original: Any = getattr(_fully_shard, _MAKES_MESH, None)
-    if original is None:
-        raise UnsupportedRelease(f"torch.distributed.fsdp has no {_MAKES_MESH}: shardwise supports torch 2.11 to 2.13")
     made: dict[tuple[int, DeviceMesh], Any] = {}
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
@@ -37,8 +35,5 @@ def one_mesh_after_forward() -> Iterator[None]:
             made[key] = original(reshard_after_forward, mesh_info)
         return made[key]
 
-    setattr(_fully_shard, _MAKES_MESH, shared)
-    try:
+    with replaced(_fully_shard, _MAKES_MESH, shared):
         yield
-    finally:
-        setattr(_fully_shard, _MAKES_MESH, original)

@@ -133,7 +133,8 @@ def set_reductions(
 
 def reduces_in_background(model: nn.Module) -> bool:
     """Whether reductions of this model's units are finished later than FSDP2 believes: by exchanges on CPUs. On GPUs
-    FSDP2's own streams know when a gradient is there."""
-    shared = (unit_facts(module) for module in model.modules() if isinstance(module, FSDPModule))
-    reduces = (facts.reduce_scatter for facts in shared if facts is not None)
-    return any(isinstance(one, ExchangedReduce) and one.queue is not None for one in reduces)
+    FSDP2's own streams know when a gradient is there. All units are alike in this (`set_reductions`)."""
+    units = (unit_facts(module) for module in model.modules() if isinstance(module, FSDPModule))
+    first = next((facts for facts in units if facts is not None), None)
+    reduce = None if first is None else first.reduce_scatter
+    return isinstance(reduce, ExchangedReduce) and reduce.queue is not None

@@ -11,9 +11,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from shardwise.engine.blocks import Blocks, find_blocks
-from shardwise.engine.checkpointing import is_checkpointed
 from shardwise.engine.names import unwrapped_name
-from shardwise.spec.layout import Units
+from shardwise.spec.layout import Units, is_checkpointed
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.spec.method import Lora
+from shardwise.spec.method import Lora, goes_by
 from shardwise.spec.model_spec import ModelSpec, Module, Tensor
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
@@ -121,10 +121,6 @@ def lies_in(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(outer + ".")
 
 
-def _goes_by(name: str, given: str) -> bool:
-    return name == given or name.endswith("." + given)
-
-
 class _Names:
     """Resolves `lora_targets` and `lora_modules_to_save` against the names of a model, as the engine does."""
 
@@ -145,7 +141,7 @@ class _Names:
             module.name
             for module in modules
             if module.kind in LINEAR
-            and any(_goes_by(prefix + module.name, target) for target in self._targets)
+            and any(goes_by(prefix + module.name, target) for target in self._targets)
             and not any(lies_in(module.name, outer) for outer in whole)
         )
         return _Choice(adapted=adapted, whole=whole, rank=self._lora.rank)
@@ -164,7 +160,7 @@ class _Names:
                     yield (f"{name}.{module.name}" if module.name else name), module.kind
 
     def _is_whole(self, name: str) -> bool:
-        return bool(name) and any(_goes_by(name, given) for given in self._lora.modules_to_save)
+        return bool(name) and any(goes_by(name, given) for given in self._lora.modules_to_save)
 
     def _suffixes(self) -> tuple[str, ...]:
         """Return the last parts of names of plain linear layers, the head and what is trained whole left out."""
@@ -198,7 +194,7 @@ class _Names:
                 fix=did_you_mean(target, known),
             )
             for target in self._targets
-            if not any(_goes_by(name, target) for name in linear)
+            if not any(goes_by(name, target) for name in linear)
         ]
         turned = [t for t in self._targets if t.rpartition(".")[2] in EXPERT_TARGETS]
         if self._model.model_type in _TURNED and turned and not problems:
@@ -217,7 +213,7 @@ class _Names:
             raise BadInput(
                 Problem(field="lora_modules_to_save", value=list(given), reason=reason, fix="remove one of the two")
             )
-        whole = {one: [name for name, _ in self._all if name and _goes_by(name, one)] for one in given}
+        whole = {one: [name for name, _ in self._all if name and goes_by(name, one)] for one in given}
         every = [name for names in whole.values() for name in names]
         problems = []
         for one, names in whole.items():
@@ -251,7 +247,7 @@ class _Names:
             return f"{name} shares its weights with {other}, and a trained copy would part the two"
         if self._lora.targets != "all_linear":
             for inner, kind in self._all:
-                target = next((one for one in self._lora.targets if _goes_by(inner, one)), None)
+                target = next((one for one in self._lora.targets if goes_by(inner, one)), None)
                 if kind in LINEAR and lies_in(inner, name) and target is not None:
                     return f"contradicts lora_targets: {target}, which gives {inner} an adapter"
         return ""

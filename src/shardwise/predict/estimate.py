@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.predict.blocks import computation
+from shardwise.predict.remembered import remember
 from shardwise.predict.terms.assembly import Assembly, highest, live_at, loaded, peak, where
 from shardwise.predict.terms.largest import largest_buffer
 from shardwise.predict.workspace import generation
@@ -97,7 +98,5 @@ def _assembly(workload: Workload, cluster: Cluster, runtime: Runtime) -> Assembl
     if found is None:
         kernels = generation(cluster.gpu) if cluster.gpu is not None else ""
         computed = computation(workload, runtime, cluster.device_type, kernels)
-        found = _assemblies[key] = (Assembly(computed, cluster.gpu), cluster)
-        if len(_assemblies) > _REMEMBERED:
-            _assemblies.pop(next(iter(_assemblies)))
+        found = remember(_assemblies, key, (Assembly(computed, cluster.gpu), cluster), most=_REMEMBERED)
     return found[0]

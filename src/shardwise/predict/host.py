@@ -23,13 +23,12 @@ from math import prod
 
 from shardwise.catalogue.models import checkpoint_dtype
 from shardwise.predict.constants import HOST_CUDA, HOST_PROCESS
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES
 from shardwise.predict.terms.update import optimizer_bytes
 from shardwise.predict.unit_rows import UnitKind, UnitTensor, unit_kinds
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import HostMemory, Term
 from shardwise.spec.plan import Plan
-from shardwise.spec.strict import Dtype
+from shardwise.spec.strict import DTYPE_BYTES, Dtype
 from shardwise.spec.workload import Workload
 
 INT64_COLUMNS = 3
@@ -115,7 +114,7 @@ def _processes(plan: Plan, cluster: Cluster) -> list[Term]:
 
 def _loading(shards: Shards, plan: Plan, cluster: Cluster, stored: Dtype | None) -> list[Term]:
     experts = (tensor for tensor, _ in shards if len(tensor.shape) == EXPERTS_DIMS)
-    built = 2 * max((prod(tensor.shape) * ITEM_BYTES[stored or tensor.dtype] for tensor in experts), default=0)
+    built = 2 * max((prod(tensor.shape) * DTYPE_BYTES[stored or tensor.dtype] for tensor in experts), default=0)
     source = "estimated: all experts of a layer in the files' dtype, stacked and then joined by every rank"
     terms = [Term(name="tensors built of several", bytes=built * cluster.per_node, source=source)]
     if cluster.gpu is None:
@@ -166,7 +165,7 @@ def _beside_gpus(workload: Workload, shards: Shards, plan: Plan, ranks: int, off
 
 def _pinned_states(shards: Shards, plan: Plan) -> int:
     """Bytes of the states of one rank, each tensor of which is pinned by itself."""
-    size = ITEM_BYTES[plan.dtypes.optimizer_state]
+    size = DTYPE_BYTES[plan.dtypes.optimizer_state]
     states = 2 if plan.optimizer == "adamw" else 0
     return sum(count * states * pinned(tensor.rank_elements * size) for tensor, count in shards if tensor.trained)
 
@@ -179,7 +178,7 @@ def _rounding(workload: Workload, plan: Plan) -> float:
     """
     if plan.activation_checkpointing not in ("full", "every_1"):
         return 4 / 3
-    hidden = plan.micro_batch * workload.seq_len * workload.model.hidden * ITEM_BYTES[plan.dtypes.param]
+    hidden = plan.micro_batch * workload.seq_len * workload.model.hidden * DTYPE_BYTES[plan.dtypes.param]
     return pinned(hidden) / hidden
 
 
@@ -210,15 +209,15 @@ def _exporting(workload: Workload, shards: Shards, plan: Plan, cluster: Cluster)
     stored = plan.dtypes.frozen_storage
     if stored is None or stored == "checkpoint":
         stored = checkpoint_dtype(workload.model) or plan.dtypes.trained_storage
-    gathered = workload.model.parameters * ITEM_BYTES[stored]
+    gathered = workload.model.parameters * DTYPE_BYTES[stored]
     fresh = round(HOST_PROCESS.value)
     if plan.dtypes.param != stored:  # weights in the files' dtype are mapped; CPUs compute fp16 in fp32
         computed = "fp32" if plan.dtypes.param == "fp16" else plan.dtypes.param
-        fresh += workload.model.parameters * ITEM_BYTES[computed]
+        fresh += workload.model.parameters * DTYPE_BYTES[computed]
     source = "estimated: the larger of the gathered model and the fresh process that opens its files"
     terms = [Term(name="the whole model", bytes=max(gathered, fresh), source=source)]
     if cluster.gpu is None and plan.mesh.shard > 1:
-        largest = max(prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor, _ in shards)
+        largest = max(prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor, _ in shards)
         size = cluster.per_node * (2 * largest + largest // plan.mesh.shard) - largest
         source = "estimated: the largest tensor, gathered and joined, and its padded shard, on every rank"
         terms.append(Term(name="a tensor on its way", bytes=size, source=source))
@@ -226,7 +225,7 @@ def _exporting(workload: Workload, shards: Shards, plan: Plan, cluster: Cluster)
 
 
 def _bytes(tensor: UnitTensor) -> int:
-    return tensor.rank_elements * ITEM_BYTES[tensor.dtype]
+    return tensor.rank_elements * DTYPE_BYTES[tensor.dtype]
 
 
 def pinned(size: int) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardwise.predict.terms.facts import Facts, PlacedUnit
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES, UnitBytes
+from shardwise.predict.terms.unit_bytes import UnitBytes
 from shardwise.predict.unit_rows import UnitKind, UnitTensor
 from shardwise.spec.runtime import Quantization
+from shardwise.spec.strict import DTYPE_BYTES
 
 PACKED = {"nf4": 0.5, "nf4-dq": 0.5, "int8": 1.0, "gptq4": 0.5}
 """Bytes of a quantised weight."""
@@ -64,13 +65,13 @@ def quantized_facts(facts: Facts, kinds: Sequence[UnitKind], kind: Quantization 
 
 
 def _packed(unit: UnitBytes, tensors: Sequence[UnitTensor], facts: Facts, kind: Quantization) -> UnitBytes:
-    param = ITEM_BYTES[facts.plan.dtypes.param]
+    param = DTYPE_BYTES[facts.plan.dtypes.param]
     shards = gathered = cast = 0.0
     for tensor in tensors:
         if not is_quantized(tensor):
             continue
         mine, (rows, columns), packed = tensor.rank_elements, tensor.shape, PACKED[kind]
-        shards += mine * (packed - ITEM_BYTES[tensor.dtype]) + constants(rows, columns, kind)
+        shards += mine * (packed - DTYPE_BYTES[tensor.dtype]) + constants(rows, columns, kind)
         gathered += rows * columns * (packed - param)
         if tensor.dtype != facts.plan.dtypes.param:
             cast -= mine * param

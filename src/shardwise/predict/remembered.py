@@ -1,4 +1,5 @@
-"""Values remembered per object, as long as the object lives: for objects that cannot be hashed, such as a ModelSpec."""
+"""Values remembered: the newest of a dictionary, or per object as long as that lives, for objects that cannot be
+hashed, such as a ModelSpec."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 LIMIT = 8192
@@ -38,3 +40,11 @@ class Remembered(Generic[Value]):
         held = self._by_id.get(place)
         if held is not None and held[0]() is None:
             del self._by_id[place]
+
+
+def remember(known: dict[Key, Value], key: Key, made: Value, *, most: int) -> Value:
+    """Keep a value that was made, and return it; of `most` values the oldest goes."""
+    if len(known) >= most:
+        known.pop(next(iter(known)))
+    known[key] = made
+    return made

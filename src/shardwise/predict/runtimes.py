@@ -12,11 +12,11 @@ from shardwise.predict.terms.facts import Facts, Sums
 from shardwise.predict.terms.fsdp2 import Fsdp2Terms
 from shardwise.predict.terms.instants import ROOT, At, ShardingTerms
 from shardwise.predict.terms.live import Live
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES
 from shardwise.predict.terms.update import OptimizerBytes
 from shardwise.spec.footprint import Category
 from shardwise.spec.problems import BadInput, Problem
 from shardwise.spec.runtime import Runtime
+from shardwise.spec.strict import DTYPE_BYTES
 from shardwise.spec.workload import Workload
 
 __all__ = ["Fsdp1Terms", "WholeTerms", "kept_cache", "quantized_facts", "sharding_terms"]
@@ -55,7 +55,7 @@ def _of_program(runtime: Runtime, facts: Facts, optimizer: OptimizerBytes) -> Op
     if runtime.optimizer_bytes is None:
         return optimizer
     shards = facts.root.gradient_shards + sum(unit.bytes.gradient_shards for unit in facts.units)
-    trained = shards // ITEM_BYTES[facts.plan.dtypes.trained_storage]
+    trained = shards // DTYPE_BYTES[facts.plan.dtypes.trained_storage]
     place: Category = "offloaded" if "offloaded" in optimizer.states else "optimizer_states"
     return OptimizerBytes(
         states={place: round(trained * runtime.optimizer_bytes)},

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from shardwise.spec.collectives import Key
 from shardwise.spec.plan import Plan
+from shardwise.spec.strict import DTYPE_BYTES
 
 PARTS = 2
 """Parts of a block that a whole activation enters and a sum over the axis leaves: attention and MLP."""
 NORMS = 2
 """Norms of a block."""
-
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from shardwise.predict.shims import Shim, as_on
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import LargestBuffer
 from shardwise.spec.plan import Plan
-from shardwise.spec.workload import Workload
+from shardwise.spec.workload import HELD_OUT_PER_TRAINED, Workload
 
 REPORTED = 1
 """The step that is reported, counted from 0; the one before makes the optimizer's states."""
@@ -39,9 +39,6 @@ REPORTED = 1
 MICRO_BATCHES = 3
 """Micro-batches of a step that are traced: the first finds no gradients, the last reduces what was deferred, and all
 between are alike."""
-
-EVALUATED_ROWS = 2
-"""Rows of a forward in an evaluation for each row of a training micro-batch, as training does it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +195,7 @@ class _Run:
     def evaluate(self) -> None:
         """Do what training does for one batch of held-out rows."""
         self.model.eval()
-        batch = self._batch(EVALUATED_ROWS * self.plan.micro_batch)
+        batch = self._batch(HELD_OUT_PER_TRAINED * self.plan.micro_batch)
         token_loss(self.model, batch)
         del batch
         for unit in units(self.model):

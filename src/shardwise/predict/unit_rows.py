@@ -27,13 +27,12 @@ from shardwise.spec.method import Lora
 from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
-from shardwise.spec.strict import Dtype
+from shardwise.spec.strict import DTYPE_BYTES, Dtype
 from shardwise.spec.units import UnitRow, UnitTable
 from shardwise.spec.workload import Workload
 
 __all__ = ["UnitKind", "UnitTensor", "unit_kinds", "unit_table"]
 
-BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 TORCH_NAME: dict[Dtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -162,13 +161,13 @@ def _shard(parts: tuple[Part, ...], shard: int, frozen: Dtype, trained: Dtype) -
         dtype: Dtype = trained if part.trained else "fp32" if part.fp32 else frozen
         elements = -(-part.shape[0] // shard) * part.row
         tensors.append(UnitTensor(part.name, part.shape, part.trained, dtype, elements))
-        stored[TORCH_NAME[dtype]] = stored.get(TORCH_NAME[dtype], 0) + part.whole * BYTES[dtype]
+        stored[TORCH_NAME[dtype]] = stored.get(TORCH_NAME[dtype], 0) + part.whole * DTYPE_BYTES[dtype]
         whole, local, rank = whole + part.whole, local + part.local, rank + elements
         if part.trained:
             whole_trained, local_trained = whole_trained + part.whole, local_trained + part.local
             rank_trained += elements
         else:
-            frozen_bytes += elements * BYTES[dtype]
+            frozen_bytes += elements * DTYPE_BYTES[dtype]
     return _Sharded(
         tuple(tensors), whole, whole_trained, local, local_trained, rank, rank_trained, frozen_bytes, stored
     )
@@ -191,7 +190,7 @@ def _frozen_dtype(model: ModelSpec, lora: Lora | None, plan: Plan) -> Dtype:
 def _kind(model: ModelSpec, structure: Structure, group: Group, plan: Plan, sizes: _Sharded) -> UnitKind:
     """Return a group of units with their sizes."""
     unit, dtypes, shard = group.unit, plan.dtypes, plan.mesh.shard
-    param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
+    param, reduce = DTYPE_BYTES[dtypes.param], DTYPE_BYTES[dtypes.reduce]
     block = group.blocks[0] if group.blocks else None
     row = UnitRow(
         name=unit_name(model, unit, block),
@@ -215,7 +214,7 @@ def _kind(model: ModelSpec, structure: Structure, group: Group, plan: Plan, size
         blocks=group.blocks,
         tensors=sizes.tensors,
         rank_frozen_bytes=sizes.frozen_bytes,
-        rank_trained_bytes=sizes.rank_trained * BYTES[dtypes.trained_storage],
+        rank_trained_bytes=sizes.rank_trained * DTYPE_BYTES[dtypes.trained_storage],
         rank_trained_elements=sizes.rank_trained,
         trained_gathered_bytes=sizes.local_trained * param,
     )

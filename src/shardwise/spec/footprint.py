@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Phase = Literal["load", "forward", "backward", "optimizer_step", "evaluation", "save"]
-PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Category = Literal[
     "sharded_parameters",
@@ -25,22 +25,7 @@ Category = Literal[
     "buffers",
     "offloaded",
 ]
-CATEGORIES: tuple[Category, ...] = (
-    "sharded_parameters",
-    "unsharded_parameters",
-    "all_gather_buffers",
-    "reduce_scatter_buffers",
-    "unsharded_gradients",
-    "sharded_gradients",
-    "optimizer_states",
-    "activations",
-    "recomputed_activations",
-    "logits_and_loss",
-    "temporaries",
-    "inputs",
-    "buffers",
-    "offloaded",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 """What a live byte is for. `offloaded` lies in host memory: it is listed, and not part of any total of the device."""
 
 

@@ -135,3 +135,11 @@ class Offload(Strict):
         if isinstance(given, dict) and given.get("parameters") is True:
             return {"optimizer": True, **given}
         return given
+
+
+def is_checkpointed(setting: str, index: int) -> bool:
+    """Whether block `index` recomputes its activations under a Plan's `activation_checkpointing`."""
+    if setting == "none":
+        return False
+    every = 1 if setting in ("full", "selective") else int(setting.removeprefix("every_"))
+    return index % every == 0

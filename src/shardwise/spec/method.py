@@ -22,3 +22,8 @@ class Lora(Strict):
     """Suffixes of module names that get an adapter, or `all_linear`: every linear layer but the head."""
     modules_to_save: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Modules trained whole beside the adapters, by the last parts of their names; each keeps its frozen original."""
+
+
+def goes_by(name: str, given: str) -> bool:
+    """Whether a module goes by a name that was given: its own, or the last parts of it."""
+    return name == given or name.endswith("." + given)

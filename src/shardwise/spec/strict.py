@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Dtype = Literal["fp32", "bf16", "fp16"]
 """Names of the floating dtypes that a configuration may ask for."""
 
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element of each dtype."""
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 

@@ -6,6 +6,9 @@ from shardwise.spec.method import Lora
 from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.strict import PositiveInt, Strict
 
+HELD_OUT_PER_TRAINED = 2
+"""Held-out rows per forward for each training row: without a backward, two need less memory than one."""
+
 
 class Workload(Strict):
     """A model, what of it trains, and how long its rows are. Rows per forward are the plan's."""

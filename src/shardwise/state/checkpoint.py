@@ -2,7 +2,8 @@
 
 `<folder>/step-000030/` holds the files of torch.distributed.checkpoint (every rank writes its own shards) and
 `checkpoint.json`, written last. The folder gets its name only when it is complete, so a killed save leaves the previous
-checkpoint as the newest. Saving needs no more memory than the largest shard of one tensor.
+checkpoint as the newest. What torch's writer has copied from a GPU stays in host memory until the files are written
+(`predict.host` counts it).
 """
 
 from __future__ import annotations

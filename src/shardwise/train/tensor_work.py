@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.data.loader import Batch
-from shardwise.engine.checkpointing import is_checkpointed
 from shardwise.predict.collectives import NORM_BYTES
 from shardwise.predict.tensor_axis import TensorWork
 from shardwise.spec.collectives import Collectives
 from shardwise.spec.job import Job
+from shardwise.spec.layout import is_checkpointed
 from shardwise.spec.plan import Plan
 
 LIKE_LLAMA = ("llama", "mistral", "qwen2")

@@ -22,12 +22,10 @@ from shardwise.report.run_folder import RunFolder, RunInfo
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import UnitTable
+from shardwise.spec.workload import HELD_OUT_PER_TRAINED
 from shardwise.state.checkpoint import load
 from shardwise.train.signals import StopSignal
 from shardwise.train.step import StepResult
-
-HELD_OUT_PER_TRAINED = 2
-"""Held-out rows per forward for each training row: without a backward, two need less memory than one."""
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.predict.constants import GIB
 from shardwise.predict.device import device_memory
 from shardwise.predict.estimate import estimate
 from shardwise.spec.footprint import DeviceMemory, Footprint, Instant, Phase
@@ -14,8 +15,6 @@ from shardwise.spec.problems import BadInput
 from shardwise.spec.report import Report
 from shardwise.trials.cases import Case, Skipped, case_of
 from shardwise.trials.measured import MeasuredRow, Statistic
-
-GIB = 2**30
 
 By = Literal["estimate", "trace"]
 """Which instrument predicts."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shardwise.predict.constants import GIB
 from shardwise.trials import figures
 from shardwise.trials.figures import Confusion, Errors
 from shardwise.trials.refit import FITTED, LeftOut, leave_one_out
-from shardwise.trials.validate import COMPARED_WITH, GIB, By, RowCheck
+from shardwise.trials.validate import COMPARED_WITH, By, RowCheck
 
 WORST = 10
 """Rows that the text names as furthest off."""

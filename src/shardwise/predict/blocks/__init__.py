@@ -11,7 +11,7 @@ results are remembered, and a second look costs about a microsecond.
     ends = computed.ends(plan)                                            # EndsMemory: all that is not a block
 
 `computation` gives the same object for the same (workload, runtime) objects. `checkpointing` is what THIS block does:
-`is_checkpointed(setting, index)` and `modes_of(setting)` say so of a plan's setting.
+`spec.layout.is_checkpointed(setting, index)` and `modes_of(setting)` say so of a plan's setting.
 
 `PartMemory` and `EndsMemory` (`live`) count bytes of one rank and one micro-batch. With parts 0 (embedding), 1 .. L
 (blocks), L + 1 (last norm, head and loss), the computation holds at the highest instant of part i
@@ -27,6 +27,6 @@ sharding's. `carried` is what the decoder's variable `inputs_embeds` holds.
 """
 
 from shardwise.predict.blocks.live import EndsMemory, Live, PartMemory
-from shardwise.predict.blocks.memory import Computation, computation, is_checkpointed, modes_of
+from shardwise.predict.blocks.memory import Computation, computation, modes_of
 
-__all__ = ["Computation", "EndsMemory", "Live", "PartMemory", "computation", "is_checkpointed", "modes_of"]
+__all__ = ["Computation", "EndsMemory", "Live", "PartMemory", "computation", "modes_of"]

@@ -10,11 +10,12 @@ from shardwise.predict.blocks.live import EndsMemory, PartMemory
 from shardwise.predict.blocks.setting import Device, Mode, Setting
 from shardwise.predict.blocks.sites import Weights
 from shardwise.predict.blocks.walk import walk
+from shardwise.predict.remembered import remember
 from shardwise.spec.plan import Plan
 from shardwise.spec.runtime import Runtime
+from shardwise.spec.strict import DTYPE_BYTES
 from shardwise.spec.workload import Workload
 
-ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element."""
 
 _Key = tuple[object, ...]
@@ -73,7 +74,7 @@ class Computation:
                 replace(self.setting(plan), compiled=False),
                 loss="kernel" if self.runtime.fused_loss and plan.loss_head == "eager" else plan.loss_head,
                 chunk=plan.loss_chunk,
-                output=ITEM[plan.dtypes.output],
+                output=DTYPE_BYTES[plan.dtypes.output],
                 again=again,
             )
         return found
@@ -83,7 +84,7 @@ class Computation:
         return Setting(
             rows=plan.micro_batch,
             length=self.workload.seq_len,
-            item=ITEM[plan.dtypes.param],
+            item=DTYPE_BYTES[plan.dtypes.param],
             device=self.device_type,
             generation=self.generation,
             attention=plan.attention,
@@ -106,7 +107,7 @@ class Computation:
         if not self.family.returns_weights or plan.attention != "eager":
             return 0
         heads = self.workload.model.kinds[kind].attention.heads // plan.mesh.tensor
-        return plan.micro_batch * heads * self.workload.seq_len**2 * ITEM[plan.dtypes.param]
+        return plan.micro_batch * heads * self.workload.seq_len**2 * DTYPE_BYTES[plan.dtypes.param]
 
     def weights(self, ranks: int) -> Weights:
         """Return the model's parameters on one of `ranks` ranks of a tensor axis."""
@@ -160,18 +161,8 @@ def computation(workload: Workload, runtime: Runtime, device_type: Device, gener
     found = _computations.get(key)
     if found is None:
         found = Computation(workload, runtime, device_type, generation)
-        if len(_computations) >= _REMEMBERED:
-            _computations.pop(next(iter(_computations)))
-        _computations[key] = found
+        remember(_computations, key, found, most=_REMEMBERED)
     return found
-
-
-def is_checkpointed(setting: str, index: int) -> bool:
-    """Whether block `index` computes again under a Plan's `activation_checkpointing` (`engine.checkpointing`)."""
-    if setting == "none":
-        return False
-    every = 1 if setting in ("full", "selective") else int(setting.removeprefix("every_"))
-    return index % every == 0
 
 
 def modes_of(setting: str) -> tuple[Mode, Mode]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.predict.blocks import ops
+from shardwise.predict.blocks.graph import Node
 from shardwise.predict.blocks.tape import Grads, Tape, Tensor
 from shardwise.predict.unit_split import COLUMN
 
@@ -32,7 +33,7 @@ def project(scene: Scene, name: str, x: Tensor) -> Tensor:
     if word in COLUMN:
         return _column(scene, name, x)
     if word == "rowwise_split_input":
-        x = _own_part(scene, x)
+        x = own_part(scene, x)
     return _row(scene, name, x)
 
 
@@ -118,21 +119,24 @@ def gathered_sequence(scene: Scene, x: Tensor) -> Tensor:
     return made
 
 
-def own_sequence(scene: Scene, x: Tensor) -> Tensor:
-    """This rank's part of a whole sequence; the gradient is gathered."""
-    tape, size, item, ranks = scene.tape, x.elements, x.item, scene.setting.tensor
-
-    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
-        pieces = tape.new(size, item)
-        made = tape.new(size, item)
-        del pieces
-        return (made,)
-
-    return tape.new(size // ranks, item, tape.node((x,), derivative))
+def own_part(scene: Scene, x: Tensor) -> Tensor:
+    """This rank's part of a whole tensor; the gradient is gathered."""
+    tape, size, item = scene.tape, x.elements, x.item
+    return tape.new(size // scene.setting.tensor, item, _gathered_back(tape, x))
 
 
 def _scattered_sum(scene: Scene, x: Tensor) -> Tensor:
-    tape, size, item, ranks = scene.tape, x.elements, x.item, scene.setting.tensor
+    tape, size, item = scene.tape, x.elements, x.item
+    node = _gathered_back(tape, x)
+    pieces = tape.new(size, item)
+    made = tape.new(size // scene.setting.tensor, item, node)
+    del pieces
+    return made
+
+
+def _gathered_back(tape: Tape, x: Tensor) -> Node | None:
+    """The backward of an operation on x whose gradient is gathered from all ranks, and put together in a copy."""
+    size, item = x.elements, x.item
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         pieces = tape.new(size, item)
@@ -140,11 +144,7 @@ def _scattered_sum(scene: Scene, x: Tensor) -> Tensor:
         del pieces
         return (made,)
 
-    node = tape.node((x,), derivative)
-    pieces = tape.new(size, item)
-    made = tape.new(size // ranks, item, node)
-    del pieces
-    return made
+    return tape.node((x,), derivative)
 
 
 def _gathered_last(scene: Scene, x: Tensor) -> Tensor:
@@ -155,16 +155,3 @@ def _gathered_last(scene: Scene, x: Tensor) -> Tensor:
     made = tape.new(size * ranks, item, node)
     del pieces
     return made
-
-
-def _own_part(scene: Scene, x: Tensor) -> Tensor:
-    """This rank's inputs of a whole tensor; the gradient is gathered."""
-    tape, size, item, ranks = scene.tape, x.elements, x.item, scene.setting.tensor
-
-    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
-        pieces = tape.new(size, item)
-        made = tape.new(size, item)
-        del pieces
-        return (made,)
-
-    return tape.new(size // ranks, item, tape.node((x,), derivative))

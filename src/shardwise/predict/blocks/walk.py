@@ -88,7 +88,7 @@ def _checkpointed(program: Program, scene: Scene, x: Tensor) -> Tensor:
 
 def _on_own_part(program: Program, scene: Scene, x: Tensor) -> Tensor:
     """A block's forward on this rank's part of the sequence that it is given."""
-    return program(scene, split_layers.own_sequence(scene, x))
+    return program(scene, split_layers.own_part(scene, x))
 
 
 def evaluated(setting: Setting) -> Setting:

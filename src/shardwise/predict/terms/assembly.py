@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil
-from typing import TypeVar
 
-from shardwise.predict.blocks import Computation, PartMemory, is_checkpointed, modes_of
+from shardwise.predict.blocks import Computation, PartMemory, modes_of
 from shardwise.predict.blocks.memory import adds_gradients
+from shardwise.predict.remembered import remember
 from shardwise.predict.runtimes import kept_cache, quantized_facts, sharding_terms
 from shardwise.predict.terms.candidates import Candidate, candidates
 from shardwise.predict.terms.facts import Facts, PlacedUnit
@@ -17,18 +17,17 @@ from shardwise.predict.terms.instants import ROOT, At
 from shardwise.predict.terms.layout import facts_of
 from shardwise.predict.terms.live import Live, together
 from shardwise.predict.terms.step import Parts, Sharding, Step
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES, own_vocab
+from shardwise.predict.terms.unit_bytes import own_vocab
 from shardwise.predict.terms.update import OptimizerBytes, by_buckets, optimizer_bytes
 from shardwise.predict.unit_rows import UnitKind, UnitTensor, unit_kinds
 from shardwise.predict.workspace import HANDLES, workspace_bytes
 from shardwise.spec.cluster import Gpu
 from shardwise.spec.footprint import Phase
+from shardwise.spec.layout import is_checkpointed
 from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
-
-EVALUATED_ROWS = 2
-"""Rows of a forward in an evaluation for each row of a training micro-batch (`train.training.HELD_OUT_PER_TRAINED`)."""
-
+from shardwise.spec.strict import DTYPE_BYTES
+from shardwise.spec.workload import HELD_OUT_PER_TRAINED
 
 _REMEMBERED = 4096
 """Layouts, and computations, that are remembered of one workload; the oldest goes first."""
@@ -79,7 +78,7 @@ class Assembly:
             mesh.sequence_parallel,
             adds_gradients(plan),
         )
-        return self._parts.get(key) or _remember(self._parts, key, self._make_parts(plan))
+        return self._parts.get(key) or remember(self._parts, key, self._make_parts(plan), most=_REMEMBERED)
 
     def _remembered_sharding(self, plan: Plan, parts: Parts) -> Sharding:
         mesh, dtypes, offload, units = plan.mesh, plan.dtypes, plan.offload, plan.units
@@ -92,19 +91,21 @@ class Assembly:
             (reductions.buffers, reductions.asynchronous, plan.accumulation_mode, plan.accumulation_steps > 1),
             (plan.optimizer, plan.optimizer_implementation, offload.optimizer, offload.parameters, hidden),
         )
-        return self._shardings.get(key) or _remember(self._shardings, key, self._make_sharding(plan, hidden))
+        return self._shardings.get(key) or remember(
+            self._shardings, key, self._make_sharding(plan, hidden), most=_REMEMBERED
+        )
 
     def _make_parts(self, plan: Plan) -> Parts:
-        evaluated = plan.model_copy(update={"micro_batch": EVALUATED_ROWS * plan.micro_batch})
+        evaluated = plan.model_copy(update={"micro_batch": HELD_OUT_PER_TRAINED * plan.micro_batch})
         ends, blocks = self.computed.ends(plan), self._blocks(plan)
         workload = self.computed.workload
         dtypes = plan.dtypes
-        item = ITEM_BYTES[dtypes.param] + (ITEM_BYTES[dtypes.output] if dtypes.output != dtypes.param else 0)
+        item = DTYPE_BYTES[dtypes.param] + (DTYPE_BYTES[dtypes.output] if dtypes.output != dtypes.param else 0)
         vocab = own_vocab(workload.model, plan, self.computed.runtime)
         logits = plan.micro_batch * workload.seq_len * vocab
         # A tensor group gathers its parts of the logits, and puts them together in a copy.
         split = plan.mesh.tensor > 1 and vocab == workload.model.vocab
-        own = (logits + logits // plan.mesh.tensor) * ITEM_BYTES[dtypes.param] if split else 0
+        own = (logits + logits // plan.mesh.tensor) * DTYPE_BYTES[dtypes.param] if split else 0
         trained = plan.micro_batch * max(1, workload.seq_len - 1)
         pieces = ceil(trained / plan.loss_chunk) if plan.loss_head == "chunked" else 1
         return Parts(
@@ -115,8 +116,8 @@ class Assembly:
             kept=tuple(accumulate((part.kept for part in blocks), initial=ends.embedding.kept)),
             pieces=pieces,
             logits=logits * item,
-            logits_gradient=logits * ITEM_BYTES[dtypes.param] + own,
-            evaluated_logits=EVALUATED_ROWS * (logits * item + own),
+            logits_gradient=logits * DTYPE_BYTES[dtypes.param] + own,
+            evaluated_logits=HELD_OUT_PER_TRAINED * (logits * item + own),
         )
 
     def _blocks(self, plan: Plan) -> tuple[PartMemory, ...]:
@@ -156,7 +157,7 @@ class Assembly:
             computed = self.computed
             facts = facts_of(computed.workload.model, kinds, plan, computed.device_type)
             facts = quantized_facts(facts, kinds, computed.runtime.base_quantization)
-            found = _remember(self._known_facts, key, (facts, kinds))
+            found = remember(self._known_facts, key, (facts, kinds), most=_REMEMBERED)
         return replace(found[0], plan=plan)
 
     def _optimizer(self, plan: Plan, kinds: tuple[UnitKind, ...]) -> OptimizerBytes:
@@ -167,7 +168,7 @@ class Assembly:
         if found is None:
             tensors = _in_order(kinds, self.computed.workload.model, each=by_buckets(plan))
             made = optimizer_bytes(tensors, plan, self.computed.device_type)
-            found = _remember(self._optimizers, key, (made, kinds))
+            found = remember(self._optimizers, key, (made, kinds), most=_REMEMBERED)
         return found[0]
 
 
@@ -190,17 +191,7 @@ def _tied_shard(kinds: Sequence[UnitKind], model: ModelSpec) -> int:
         return 0
     name = f"{model.embedding}.weight"
     outside = (tensor for kind in kinds if kind.block_kind is None for tensor in kind.tensors)
-    return sum(tensor.rank_elements * ITEM_BYTES[tensor.dtype] for tensor in outside if tensor.name == name)
-
-
-T = TypeVar("T")
-
-
-def _remember(known: dict[tuple[object, ...], T], key: tuple[object, ...], made: T) -> T:
-    if len(known) >= _REMEMBERED:
-        known.pop(next(iter(known)))
-    known[key] = made
-    return made
+    return sum(tensor.rank_elements * DTYPE_BYTES[tensor.dtype] for tensor in outside if tensor.name == name)
 
 
 def _alike(blocks: Sequence[PlacedUnit], *, first_apart: bool) -> tuple[tuple[int, ...], ...]:

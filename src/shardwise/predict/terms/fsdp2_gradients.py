@@ -8,8 +8,9 @@ from __future__ import annotations
 from shardwise.predict.terms.facts import Facts, Sums
 from shardwise.predict.terms.instants import ROOT, At
 from shardwise.predict.terms.live import Live, together
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES, UnitBytes
+from shardwise.predict.terms.unit_bytes import UnitBytes
 from shardwise.spec.footprint import Category
+from shardwise.spec.strict import DTYPE_BYTES
 
 _FORWARD = ("arrival", "forward", "head", "loss", "head_backward")
 """Moments at which no gradient of the micro-batch is complete."""
@@ -35,7 +36,7 @@ class Fsdp2Gradients:
         in_root = facts.early_root_gradients >= facts.tied_gradient > 0 and facts.units[0].block_kind is not None
         self._early_others = facts.early_root_gradients - (facts.tied_gradient if in_root else 0)
         waits_reduced = self._mode == "defer_all"
-        self._gradient_item = ITEM_BYTES[plan.dtypes.reduce if waits_reduced else plan.dtypes.param]
+        self._gradient_item = DTYPE_BYTES[plan.dtypes.reduce if waits_reduced else plan.dtypes.param]
         self._shards_place: Category = "offloaded" if facts.offloads else "sharded_gradients"
 
     def gradients(self, at: At) -> Live:
@@ -130,7 +131,7 @@ class Fsdp2Gradients:
             waiting -= self._unit(at.unit).kept_gradients
         plan, early = facts.plan, self._early(at)
         if early or at.moment in _FORWARD:  # what of the embedding's is whole on every rank of a tensor group
-            beyond = facts.whole_embedding * ITEM_BYTES[plan.dtypes.reduce] // ITEM_BYTES[plan.dtypes.param]
+            beyond = facts.whole_embedding * DTYPE_BYTES[plan.dtypes.reduce] // DTYPE_BYTES[plan.dtypes.param]
             waiting += beyond
         if plan.dtypes.reduce != plan.dtypes.param:  # else autograd itself adds to what waits
             if early:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.predict.terms.assembly import EVALUATED_ROWS
 from shardwise.predict.terms.step import Step
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES, own_vocab
+from shardwise.predict.terms.unit_bytes import own_vocab
 from shardwise.spec.footprint import Category, LargestBuffer
 from shardwise.spec.runtime import Runtime
-from shardwise.spec.workload import Workload
+from shardwise.spec.strict import DTYPE_BYTES
+from shardwise.spec.workload import HELD_OUT_PER_TRAINED, Workload
 
 
 def largest_buffer(step: Step, workload: Workload, runtime: Runtime) -> LargestBuffer:
@@ -36,13 +36,13 @@ def _of_computation(step: Step, workload: Workload, runtime: Runtime) -> Iterato
     plan, model = step.plan, workload.model
     vocab = own_vocab(model, plan, runtime)
     tokens, split = plan.micro_batch * workload.seq_len, plan.mesh.tensor
-    forwards = EVALUATED_ROWS if workload.held_out else 1
+    forwards = HELD_OUT_PER_TRAINED if workload.held_out else 1
     evaluated = forwards * tokens
     if plan.loss_head == "eager":
         yield evaluated * vocab * 4, "logits_and_loss", "loss"
     elif plan.loss_head == "chunked":
         yield min(evaluated, plan.loss_chunk) * vocab * 4, "logits_and_loss", "loss"
-    item = ITEM_BYTES[plan.dtypes.param]
+    item = DTYPE_BYTES[plan.dtypes.param]
     for kind in model.kinds:
         yield evaluated * max(model.hidden, kind.mlp.width // split) * item, "temporaries", model.block_list
         if plan.attention == "eager":

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.predict.terms.facts import Facts, PlacedUnit
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES, UnitBytes
+from shardwise.predict.terms.unit_bytes import UnitBytes
 from shardwise.predict.unit_rows import UnitKind, UnitTensor
 from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.problems import BadInput, Problem
+from shardwise.spec.strict import DTYPE_BYTES
 
 
 def facts_of(model: ModelSpec, kinds: Sequence[UnitKind], plan: Plan, device_type: str) -> Facts:
@@ -94,7 +95,7 @@ def _gradient(name: str, kinds: Sequence[UnitKind], plan: Plan) -> int:
 
 def _whole_gradient(name: str, model: ModelSpec, plan: Plan) -> int:
     elements = sum(tensor.elements for tensor in model.outside if tensor.name == name)
-    return elements * ITEM_BYTES[plan.dtypes.param]
+    return elements * DTYPE_BYTES[plan.dtypes.param]
 
 
 def _late(units: Sequence[PlacedUnit], root: Sequence[UnitTensor], model: ModelSpec) -> int | None:

@@ -10,9 +10,7 @@ from shardwise.predict.unit_rows import UnitTensor
 from shardwise.spec.model_spec import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.runtime import Runtime
-
-ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element of each dtype."""
+from shardwise.spec.strict import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +54,7 @@ class UnitBytes:
             away: Shards lie in another memory than the one in which is computed.
         """
         ranks, dtypes = plan.mesh.shard, plan.dtypes
-        param, reduce = ITEM_BYTES[dtypes.param], ITEM_BYTES[dtypes.reduce]
+        param, reduce = DTYPE_BYTES[dtypes.param], DTYPE_BYTES[dtypes.reduce]
         cast = sum(tensor.rank_elements * param for tensor in tensors if tensor.dtype != dtypes.param)
         elements = sum(tensor.rank_elements for tensor in tensors)
         trains = [tensor for tensor in tensors if tensor.trained]
@@ -64,7 +62,7 @@ class UnitBytes:
         trained = sum(tensor.rank_elements for tensor in trains)
         copies = [_copies(tensor, plan, away) for tensor in tensors]
         return cls(
-            shards=sum(tensor.rank_elements * ITEM_BYTES[tensor.dtype] for tensor in tensors),
+            shards=sum(tensor.rank_elements * DTYPE_BYTES[tensor.dtype] for tensor in tensors),
             cast=cast,
             input=sum(kept for kept, _ in copies) + max((passing for _, passing in copies), default=0),
             copied=_beside_weights(tensors, copies, param) if ranks == 1 else 0,
@@ -72,7 +70,7 @@ class UnitBytes:
             gradients=whole * param,
             kept_gradients=whole * reduce,
             reduced=trained * ranks * reduce,
-            gradient_shards=trained * ITEM_BYTES[dtypes.trained_storage],
+            gradient_shards=trained * DTYPE_BYTES[dtypes.trained_storage],
             trained_shards=trained,
             last_gradient=prod(trains[-1].shape) if trains else 0,
             widest=max((tensor.rank_elements * ranks * param for tensor in tensors), default=0),
@@ -84,10 +82,10 @@ def _copies(tensor: UnitTensor, plan: Plan, away: bool) -> tuple[int, int]:
 
     Read from `FSDPParam.all_gather_inputs`: a shard is brought from the host, then cast.
     """
-    brought = tensor.rank_elements * ITEM_BYTES[tensor.dtype] if away else 0
+    brought = tensor.rank_elements * DTYPE_BYTES[tensor.dtype] if away else 0
     if tensor.dtype == plan.dtypes.param:
         return brought, 0
-    return tensor.rank_elements * ITEM_BYTES[plan.dtypes.param], brought
+    return tensor.rank_elements * DTYPE_BYTES[plan.dtypes.param], brought
 
 
 def _beside_weights(tensors: Sequence[UnitTensor], copies: Sequence[tuple[int, int]], param: int) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.predict.terms.live import Live
-from shardwise.predict.terms.unit_bytes import ITEM_BYTES
 from shardwise.predict.unit_rows import UnitTensor
 from shardwise.spec.plan import Plan
+from shardwise.spec.strict import DTYPE_BYTES
 
 STATES = {"adamw": 2, "adamw_8bit": 2, "sgd": 1}
 """States per trained element; that of sgd is its momentum."""
@@ -54,14 +54,14 @@ def optimizer_bytes(tensors: Iterable[tuple[UnitTensor, int]], plan: Plan, devic
         work = EIGHT_BIT_WORK * 4 * max((elements for elements, _, _ in trained), default=0)
         return OptimizerBytes(states={"optimizer_states": states}, temporaries=work)
     elements = sum(elements * count for elements, count, _ in trained)
-    states = STATES[plan.optimizer] * elements * ITEM_BYTES[plan.dtypes.optimizer_state]
+    states = STATES[plan.optimizer] * elements * DTYPE_BYTES[plan.dtypes.optimizer_state]
     away = _on_host(plan) and device_type == "cuda"
     groups = [[(elements, count) for elements, count, decays in trained if decays is side] for side in (True, False)]
     if by_buckets(plan):
         work = max(_resting_work(group, plan, away) for group in groups)
     else:
         work = max(_work(group, plan, decays=bool(place == 0)) for place, group in enumerate(groups))
-        work *= ITEM_BYTES[plan.dtypes.trained_storage]
+        work *= DTYPE_BYTES[plan.dtypes.trained_storage]
     return OptimizerBytes(states={"offloaded" if away else "optimizer_states": states}, temporaries=work)
 
 
@@ -112,7 +112,7 @@ def _resting_work(group: Sequence[tuple[int, int]], plan: Plan, away: bool) -> i
         ),
         default=0,
     )
-    return most * ITEM_BYTES[work]
+    return most * DTYPE_BYTES[work]
 
 
 def _buckets(group: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
