@@ -1,4 +1,4 @@
-"""The Cluster: devices, the memory a program can really use, host memory. Links follow with the time model."""
+"""The Cluster: devices, the memory a program can really use, their speeds and links, host memory and cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
+from shardwise.spec.speeds import Measured
 from shardwise.spec.strict import PositiveInt, Strict
 
 CPU = "cpu"
@@ -31,6 +34,33 @@ class Sourced(Strict):
     """Where it is from: a document, a measurement."""
 
 
+class Figure(Strict):
+    """A figure with its source; what it counts, its owner says."""
+
+    value: float = Field(gt=0)
+    """The figure."""
+    source: str
+    """Where it is from: a document, a measurement."""
+
+
+class Rates(Strict):
+    """What one kind of card could do at best, by its vendor, per second and device as torch sees devices."""
+
+    products: dict[str, Figure]
+    """Dtype (`fp32`, `tf32`, `bf16`, `fp16`, `fp8`) -> FLOPs of dense matrix products. A dtype that is missing has no
+    units of its own; `fp32` is without tensor cores."""
+    memory: Figure
+    """Bytes to and from its own memory."""
+    link: Figure
+    """Bytes that one device sends to the others of its node, in one direction."""
+    host: Figure
+    """Bytes between device and host memory over PCIe (or what takes its place), in one direction, before headers."""
+    peer_to_peer: bool
+    """Devices of a node reach each other's memory directly; False: through host memory."""
+    achieved: Figure | None = None
+    """Share of `products` in bf16 (fp16 where there is none) that the best large matrix product was measured at."""
+
+
 class Gpu(Strict):
     """One kind of card."""
 
@@ -40,6 +70,8 @@ class Gpu(Strict):
     """Memory that a program can allocate, as CUDA reports the total, before context and communicators."""
     link: Literal["nvlink", "xgmi", "pcie"] | None = None
     """Between the cards of one machine; None: not known."""
+    rates: Rates | None = None
+    """What it can do; None: not known, so memory can be predicted and time cannot."""
 
 
 class Cluster(Strict):
@@ -55,8 +87,12 @@ class Cluster(Strict):
     """The card; None: CPU processes."""
     host_bytes: PositiveInt | None = None
     """Memory of one node; None: not known."""
+    host_cores: PositiveInt | None = None
+    """Cores of one node; None: not known."""
     network: str | None = None
     """Between machines, as typed: `<kind>-<adapters>x<Gb/s of each>` or `<kind>-<Gb/s of a machine>`; None: unknown."""
+    measured: Measured | None = None
+    """What a probe found; None: the catalogue's figures hold."""
 
     @property
     def world(self) -> int:

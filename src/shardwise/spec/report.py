@@ -7,6 +7,7 @@ from typing import Literal
 
 from shardwise.spec.footprint import Footprint
 from shardwise.spec.plan import Plan
+from shardwise.spec.timeline import Timeline
 
 Instrument = Literal["estimate", "trace", "rehearse", "run"]
 
@@ -21,5 +22,7 @@ class Report:
     """The plan."""
     footprint: Footprint
     """Its memory."""
+    timeline: Timeline | None = None
+    """Its step, lane by lane; None: not looked at, or speeds of this cluster are not known."""
     notes: tuple[str, ...] = ()
     """What a reader has to know: stand-ins, what was left out, assumptions."""

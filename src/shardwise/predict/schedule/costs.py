@@ -1,0 +1,126 @@
+"""What a schedule is made from: seconds of every unit's pieces, and the switches that order them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.spec.layout import AccumulationMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitCosts:
+    """One communication unit, in seconds; units that are alike share one object. 0: there is no such thing."""
+
+    forward: float = 0.0
+    """Computing its forward, collectives of the tensor axis included."""
+    backward: float = 0.0
+    """Computing its backward, recomputation and collectives of the tensor axis included."""
+    forward_issue: float = 0.0
+    """Host time for issuing its forward."""
+    backward_issue: float = 0.0
+    """Host time for issuing its backward."""
+    fetch: float = 0.0
+    """Bringing its shards from the host, before each gather."""
+    copy_in: float = 0.0
+    """Casting its shards into a gather's buffer."""
+    gather: float = 0.0
+    """Its all-gather in forward, on the wire."""
+    regather: float = 0.0
+    """Its all-gather in backward; 0: its weights are still there, or backward does not need them."""
+    copy_out: float = 0.0
+    """Taking its weights out of a gather's buffer, on the compute lane."""
+    reduce_copy_in: float = 0.0
+    """Putting its gradients into a reduction's buffer, on the compute lane; 0: nothing trains."""
+    reduce: float = 0.0
+    """Its reduce-scatter, on the wire; 0: nothing is reduced over the shard axis."""
+    all_reduce: float = 0.0
+    """Its all-reduce over the replicas."""
+    store: float = 0.0
+    """Taking its reduced gradients to the host."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether its gradients are reduced."""
+        return self.reduce_copy_in > 0 or self.reduce > 0 or self.all_reduce > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootCosts:
+    """What the root unit computes, in the order of a micro-batch; its collectives are those of `unit`."""
+
+    unit: UnitCosts
+    """Its gather, reduction and copies; `forward` and `backward` are not read."""
+    embed: float = 0.0
+    """Forward before the first unit: embedding, tables of positions."""
+    head: float = 0.0
+    """Forward behind the last unit: last norm, head (unless it is a unit of its own), loss."""
+    head_backward: float = 0.0
+    """Backward of that."""
+    embed_backward: float = 0.0
+    """Backward of the embedding."""
+    embed_issue: float = 0.0
+    """Host time for issuing `embed`; likewise for the others."""
+    head_issue: float = 0.0
+    """Of `head`."""
+    head_backward_issue: float = 0.0
+    """Of `head_backward`."""
+    embed_backward_issue: float = 0.0
+    """Of `embed_backward`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateCosts:
+    """What ends a step, in seconds."""
+
+    agree: float = 0.0
+    """The agreement of all ranks before the first micro-batch (count of trained tokens), a small all-reduce."""
+    clip: float = 0.0
+    """Squares of all gradients and their scaling, on the device; on the host where gradients lie there."""
+    clip_exchange: float = 0.0
+    """Their sum over the ranks, a small all-reduce that the compute lane waits for."""
+    update: float = 0.0
+    """The optimizer, on the device."""
+    host_update: float = 0.0
+    """The optimizer on the host."""
+    fetch: float = 0.0
+    """Optimizer states brought from the host for the update, where they rest there and the update is the device's."""
+    store: float = 0.0
+    """And taken back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """One optimizer step."""
+
+    units: tuple[UnitCosts, ...]
+    """All units but the root, in the order of forward."""
+    names: tuple[str, ...]
+    """Their names, such as `model.layers.17`."""
+    root: RootCosts
+    """The root unit."""
+    update: UpdateCosts
+    """What ends the step."""
+    rules: Literal["nccl", "gloo", "fsdp1", "ddp"]
+    """`nccl`: FSDP2 on GPUs; `gloo`: FSDP2 on CPUs; `fsdp1`: PyTorch's first FSDP on GPUs; `ddp`: whole weights,
+    gradients all-reduced in buckets as they come."""
+    ahead: tuple[tuple[int, ...], ...]
+    """Places of the units that unit i gathers ahead in forward, nearest first; the last entry is the root's."""
+    behind: tuple[tuple[int, ...], ...]
+    """The same in backward."""
+    late: int | None = None
+    """Place of the unit whose reduction comes after the root's: no gradient flows into its input."""
+    buffers: int = 1
+    """Reductions in flight before backward waits for the oldest."""
+    separate_group: bool = False
+    """Reductions have a communicator of their own; else gathers and reductions take turns on one, as issued."""
+    background_gathers: bool = True
+    """On CPUs: gathers run beside the main thread."""
+    background_reductions: bool = True
+    """On CPUs: reductions run beside the main thread."""
+    micro_batches: int = 1
+    """Forwards and backwards per step."""
+    mode: AccumulationMode = "reduce_each"
+    """What is reduced before the last micro-batch."""
+    slowdown: float = 1.0
+    """Factor on computing while a collective is under way: it takes multiprocessors (GPUs) or cores (CPUs)."""

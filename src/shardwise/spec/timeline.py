@@ -1,0 +1,101 @@
+"""The Timeline: what happens when in one optimizer step, on which lane, and what computing waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+Lane = Literal["compute", "all_gather", "reduce_scatter", "all_reduce", "host_link", "host", "issue"]
+"""Where something runs: the device's main stream; the streams of each kind of collective (whether they share a
+communicator is the schedule's matter); copies between device and host; work of the host (an optimizer there); the
+host's thread that issues operations."""
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+What = Literal[
+    "forward",
+    "backward",
+    "copy_in",
+    "copy_out",
+    "reduce_copy_in",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "fetch",
+    "store",
+    "clip",
+    "update",
+    "exchange",
+    "issue",
+]
+"""What a span is. `backward` holds recomputation; `copy_out` takes weights out of a gather's buffer, `reduce_copy_in` puts
+gradients into a reduction's; `fetch` brings shards from the host, `store` takes gradients there; `clip` is the gradient
+norm with its sum over ranks; `exchange` is one agreement of all ranks, such as the count of trained tokens."""
+
+ROOT = "root"
+"""Name of the root unit."""
+
+
+class Span(NamedTuple):
+    """Something that takes time on a lane of rank 0."""
+
+    lane: Lane
+    """Where."""
+    what: What
+    """What."""
+    unit: str
+    """For which unit, such as `model.layers.17` or `root`; empty for the whole model."""
+    micro_batch: int
+    """Number of the micro-batch, from 0."""
+    start: float
+    """Seconds since the step began."""
+    end: float
+    """Seconds since the step began."""
+
+
+class Wait(NamedTuple):
+    """A stretch in which the compute lane has work and cannot do it."""
+
+    start: float
+    """Seconds since the step began."""
+    end: float
+    """Seconds since the step began."""
+    held_up: Span
+    """What starts at `end`: it waited."""
+    by: Span
+    """What ended last of all it had to wait for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One optimizer step of rank 0."""
+
+    step_s: float
+    """Seconds from the step's begin to its end."""
+    spans: tuple[Span, ...]
+    """What happens, in the order in which the schedule issues it. Of many alike micro-batches in the middle of a step
+    only the first two are listed; `step_s`, `busy` and `exposed` count all."""
+    waits: tuple[Wait, ...]
+    """Where the compute lane stands still, in order."""
+    busy: dict[Lane, float]
+    """Seconds in which each lane works, by interval union."""
+    exposed: dict[Lane, float]
+    """Seconds in which a collective or a copy to or from the host is under way on that lane and nothing is computed."""
+    exposed_s: float
+    """The same of all of them together, by interval union."""
+
+    @cached_property
+    def overlap_efficiency(self) -> float:
+        """Share of all communication (union over its lanes) under which something is computed; 1 when there is none."""
+        total = self.communication_s
+        return 1.0 if total <= 0 else 1.0 - self.exposed_s / total
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds in which any collective or copy to or from the host is under way."""
+        return self.hidden_s + self.exposed_s
+
+    hidden_s: float = 0.0
+    """Seconds in which one is under way and something is computed."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know of these figures: assumptions, what is left out."""
