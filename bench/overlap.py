@@ -27,32 +27,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from planned_step import LEARNING_RATE, MAX_NORM, planned_step, random_rows, save_llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from shardwise.data.loader import Batch
-from shardwise.engine.load import load_model
-from shardwise.engine.mesh import build_mesh
-from shardwise.engine.optimizer import build_optimizer
-from shardwise.engine.scaler import build_scaler
-from shardwise.engine.source import open_source
-from shardwise.machine.prepare import preview
 from shardwise.measure.spans import spans_of
 from shardwise.predict.collectives import collectives_of_step
 from shardwise.predict.wire import wire_bytes
-from shardwise.spec.reader import read_job_dict
-from shardwise.train.step import training_step
 from shardwise.trials.lab import Lab, unavailable
 
-LEARNING_RATE, MAX_NORM = 1e-4, 1.0
 VOCAB, ROWS, LENGTH = 101, 4, 256
-CPU = torch.device("cpu")
 
 Step = Callable[[Batch], float]
 """Trains on this rank's rows; returns the loss over the global batch."""
@@ -74,26 +65,9 @@ class Case:
     """shardwise's reductions in flight; None: its default."""
 
 
-def save_model(folder: Path) -> None:
-    """Save the model that is trained: 8 blocks, 6.4 million parameters."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 def rows_of(step: int) -> Batch:
     """This rank's rows of a step."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
-    return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone())
+    return random_rows(VOCAB, ROWS, LENGTH, seed=1000 * step + dist.get_rank())
 
 
 def loss_of(model: nn.Module, batch: Batch, tokens: float) -> torch.Tensor:
@@ -146,8 +120,6 @@ def with_shardwise(folder: str, case: Case) -> tuple[Step, nn.Module, float]:
     """shardwise's own step, and the bytes that its plan sends per step and rank."""
     world = dist.get_world_size()
     values: dict[str, object] = {
-        "model": folder,
-        "data": "rows.jsonl",
         "fsdp": case.strategy.lower(),
         "mixed_precision": {"param_dtype": case.dtype, "reduce_dtype": "fp32"},
         "micro_batch": ROWS,
@@ -160,21 +132,9 @@ def with_shardwise(folder: str, case: Case) -> tuple[Step, nn.Module, float]:
         values["prefetch"] = case.prefetch
     if case.buffers is not None:
         values["reduce_scatter"] = {"buffers": case.buffers}
-    seen = preview(read_job_dict(values), nproc=world)
-    assert seen.units is not None, "the model is here"
-    model = load_model(seen.job, seen.plan, open_source(seen.job.model), build_mesh(seen.plan.mesh, "cpu"))
-    optimizer = build_optimizer(model, seen.plan, learning_rate=LEARNING_RATE, weight_decay=0.0)
-    scaler = build_scaler(seen.plan, "cpu")
-
-    def step(batch: Batch) -> float:
-        result = training_step(
-            model, [batch], plan=seen.plan, optimizer=optimizer, scaler=scaler, max_grad_norm=MAX_NORM, device=CPU
-        )
-        assert result is not None, "nobody asks to stop"
-        return result.loss
-
-    sent = wire_bytes(collectives_of_step(seen.plan, seen.units, device_type="cpu"), seen.plan.mesh)
-    return step, model, sent.payload_bytes
+    made = planned_step(folder, values)
+    sent = wire_bytes(collectives_of_step(made.plan, made.units, device_type="cpu"), made.plan.mesh)
+    return lambda batch: made.step([batch]), made.model, sent.payload_bytes
 
 
 def measure(case: Case, folder: str, rounds: int) -> dict[str, object]:
@@ -294,7 +254,7 @@ def run(given: argparse.Namespace) -> None:
     """Start the hosts and print what they found."""
     words = [__file__, "--worker", *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        save_model(Path(folder))
+        save_llama(Path(folder), blocks=8, vocab=VOCAB, length=LENGTH)
         words += ["--folder", folder]
         rate = factor = None
         if given.loopback:

@@ -8,6 +8,7 @@ transfer in the same lab; beside it what the plan sends by its closed formula an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -15,23 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig
+from planned_step import planned_step, random_rows, save_llama
 from transformers.utils.logging import disable_progress_bar
 
-from shardwise.data.loader import Batch
-from shardwise.engine.load import load_model
-from shardwise.engine.mesh import build_mesh, data_rank
-from shardwise.engine.optimizer import build_optimizer
-from shardwise.engine.scaler import build_scaler
-from shardwise.engine.source import open_source
-from shardwise.machine.prepare import preview
+from shardwise.engine.mesh import data_rank
 from shardwise.predict.collectives import collectives_of_step
 from shardwise.predict.wire import Traffic, between_hosts
 from shardwise.report.terminal import bytes_text
-from shardwise.spec.reader import read_job_dict
-from shardwise.train.step import training_step
 from shardwise.trials.lab import Lab, unavailable
 from shardwise.trials.wire import WireCounters, wire_counters
 
@@ -43,41 +35,18 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 RANKS_PER_HOST, HOSTS = 2, 2
 VOCAB, LENGTH, WARM_UP = 102, 64, 2
-CPU = torch.device("cpu")
-
-
-def save_model(folder: Path) -> None:
-    """Save the model that is trained: 4 blocks, 3.2 million parameters."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def measure(layout: dict[str, object], folder: str, steps: int) -> dict[str, object]:
     """Train and count on this rank's host; returns the host's bytes and the plan's."""
-    world = dist.get_world_size()
-    values = {"model": folder, "data": "rows.jsonl", "micro_batch": 1, "global_batch": 4, "seq_len": LENGTH, **layout}
-    seen = preview(read_job_dict(values), nproc=world)
-    assert seen.units is not None, "the model is here"
-    model = load_model(seen.job, seen.plan, open_source(seen.job.model), build_mesh(seen.plan.mesh, "cpu"))
-    optimizer = build_optimizer(model, seen.plan, learning_rate=1e-4, weight_decay=0.0)
-    scaler = build_scaler(seen.plan, "cpu")
-    generator = torch.Generator().manual_seed(data_rank(seen.plan.mesh, dist.get_rank()))
+    values = {"micro_batch": 1, "global_batch": 4, "seq_len": LENGTH, **layout}
+    made = planned_step(folder, values)
+    mesh = made.plan.mesh
+    number, place = itertools.count(), data_rank(mesh, dist.get_rank())
 
     def step() -> None:
-        batches = []
-        for _ in range(seen.plan.accumulation_steps):
-            ids = torch.randint(0, VOCAB, (1, LENGTH), generator=generator)
-            batches.append(Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone()))
-        training_step(model, batches, plan=seen.plan, optimizer=optimizer, scaler=scaler, max_grad_norm=1.0, device=CPU)
+        seeds = [1000 * next(number) + place for _ in range(made.plan.accumulation_steps)]
+        made.step([random_rows(VOCAB, 1, LENGTH, seed) for seed in seeds])
 
     for _ in range(WARM_UP):
         step()
@@ -87,10 +56,10 @@ def measure(layout: dict[str, object], folder: str, steps: int) -> dict[str, obj
     after, seconds = _settled_counters(), time.perf_counter() - started
     time.sleep(seconds)
     idle = wire_counters() - after
-    hosts = [rank // RANKS_PER_HOST for rank in range(world)]
+    hosts = [rank // RANKS_PER_HOST for rank in range(mesh.world)]
     # What the tensor axis exchanges stays inside a host.
-    planned = collectives_of_step(seen.plan, seen.units, device_type="cpu", leave_tensor_out=True)
-    plan = sum(between_hosts(planned, seen.plan.mesh, hosts).values(), Traffic())
+    planned = collectives_of_step(made.plan, made.units, device_type="cpu", leave_tensor_out=True)
+    plan = sum(between_hosts(planned, mesh, hosts).values(), Traffic())
     return {
         "counted": (after - before).tx_bytes - idle.tx_bytes,
         "planned": plan.payload_bytes * steps,
@@ -122,7 +91,7 @@ def work(given: argparse.Namespace) -> None:
 def run(given: argparse.Namespace) -> dict[str, object]:
     """Start the hosts; returns what they found."""
     with tempfile.TemporaryDirectory() as folder, Lab(hosts=HOSTS, mbit_per_s=given.mbit_per_s) as lab:
-        save_model(Path(folder))
+        save_llama(Path(folder), blocks=4, vocab=VOCAB, length=LENGTH)
         factor = lab.header_factor()
         words = [__file__, "--worker", "--folder", folder, "--steps", str(given.steps)]
         lab.torchrun(words, ranks_per_host=RANKS_PER_HOST, timeout_s=600)

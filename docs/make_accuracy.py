@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.predict.constants import GIB
-from shardwise.trials import figures
+from shardwise.trials import figures, throughput_figures, throughput_text
 from shardwise.trials.figures import Errors
 from shardwise.trials.measured import read_rows
+from shardwise.trials.ranking import ranked, together
 from shardwise.trials.refit import leave_one_out
+from shardwise.trials.throughput_checks import TimeCheck, check_times
+from shardwise.trials.throughput_text import Findings, findings_of, named_errors
 from shardwise.trials.validate import RowCheck, check_rows
 from shardwise.trials.validate_text import skipped
 
@@ -19,7 +22,7 @@ ROWS = Path(__file__).parent.parent / "bench" / "measurements" / "published.json
 WORST = 12
 """Rows that the page names as furthest off."""
 
-HEAD = """# How far off the memory predictions are
+HEAD = """# How far off the predictions are
 
 Made by `python docs/make_accuracy.py` from [published measurements](../bench/measurements/README.md); a test holds it
 up to date. `shardwise validate bench/measurements/published.jsonl` prints the same and more, and takes rows of your
@@ -29,9 +32,16 @@ Nothing here was measured by this project. A row is predicted from its fields al
 its notes. What a row does not say (dropout of adapters, kind of checkpointing, kernels of norms) is taken as programs
 of its kind have it, by the rules in `src/shardwise/trials/measured_plan.py`.
 
-Like is held against like: `allocated` and `active` against what tensors occupy, `reserved` and `unknown` against what
-the allocator holds, `nvidia-smi` against what the card shows. What tensors occupy rests on no fitted constant; the
-others rest on those of `src/shardwise/predict/constants.py`, and a replay of the allocator is yet to come.
+Memory: like is held against like, `allocated` and `active` against what tensors occupy, `reserved` and `unknown`
+against what the allocator holds, `nvidia-smi` against what the card shows. What tensors occupy rests on no fitted
+constant; the others rest on those of `src/shardwise/predict/constants.py`, and a replay of the allocator is yet to
+come.
+
+Throughput: tokens per second and GPU, from a simulation of one optimizer step. Its constants are those of
+`src/shardwise/predict/pace/constants.py` and `src/shardwise/predict/links/constants.py`, each within bounds that its
+source gives; they are the same for all rows. Where a row of several nodes does not name the network between them, one
+is assumed by the card (A100: 1600 Gb/s RoCE, H100: 8 x 400 Gb/s InfiniBand), and the errors are given without those
+rows too.
 
 """
 
@@ -48,13 +58,83 @@ What is known of the causes:
 """
 
 
+THROUGHPUT_CAUSES = """
+What is known of the causes:
+
+- to be written
+"""
+
+
 def page() -> str:
     """Return the whole page."""
-    checks = check_rows(read_rows(ROWS))
-    return HEAD + "\n".join(_parts(checks)) + "\n"
+    rows = read_rows(ROWS)
+    memory, throughput = _memory(check_rows(rows)), _throughput(findings_of(check_times(rows)))
+    return HEAD + "\n".join([*throughput, "", *memory]) + "\n"
 
 
-def _parts(checks: Sequence[RowCheck]) -> Iterator[str]:
+def _throughput(found: Findings) -> Iterator[str]:
+    checks = found.checks
+    yield "## Throughput"
+    yield ""
+    yield "Absolute relative errors; bias is the median of the signed ones, above 0 where predictions are too fast."
+    yield ""
+    yield from _table(
+        {
+            **named_errors(found),
+            **{f"source {name}": figure for name, figure in throughput_figures.by_source(checks).items()},
+            **{f"card {name}": figure for name, figure in throughput_figures.by_card(checks).items()},
+            **{
+                f"{left.source}, constants fitted without it": left.errors
+                for left in (found.left_out.sources if found.left_out else ())
+            },
+        }
+    )
+    yield ""
+    yield "The flat rule takes every program to turn 45 % of its card's dense peak in 16 bits into the model's FLOPs,"
+    yield "counted as for MFU."
+    yield ""
+    yield "### Order of plans"
+    yield ""
+    yield "Pairs of rows of one source that differ in one decision and by more than 5 %, and how many of them are"
+    yield "predicted in the right order."
+    yield ""
+    yield from _order(found)
+    yield ""
+    yield "### Throughputs that are furthest off"
+    yield ""
+    yield "| row | predicted, tokens/s/GPU | measured | error | step | assumed |"
+    yield "|---|--:|--:|--:|---|---|"
+    yield from (_slow(check) for check in throughput_figures.furthest(checks, WORST))
+    yield THROUGHPUT_CAUSES
+    yield "### Throughputs that are not predicted"
+    yield ""
+    yield from (f"- {count} rows: {reason}" for reason, count in throughput_text.skipped(checks).items())
+
+
+def _order(found: Findings) -> Iterator[str]:
+    by_field = ranked(found.pairs)
+    yield "| decision | pairs | right |"
+    yield "|---|--:|--:|"
+    for field, count in by_field.items():
+        yield f"| `{field}` | {count.pairs} | {count.right} |"
+    total = together(by_field.values())
+    yield f"| all | {total.pairs} | {total.right} |"
+    wrong = [throughput_text.wrong_text(pair) for pair in found.pairs if not pair.right]
+    if wrong:
+        yield ""
+        yield f"Wrong: {'; '.join(wrong)}."
+
+
+def _slow(check: TimeCheck) -> str:
+    timed, error = check.timed, check.relative_error
+    assert timed is not None
+    assert error is not None
+    step = throughput_text.step_text(timed.timeline)
+    guesses = ", ".join(f"`{name}`" for name in throughput_text.guessed(check))
+    return f"| {check.row.id} | {timed.tokens_per_s:.0f} | {check.measured:.0f} | {error:+.1%} | {step} | {guesses} |"
+
+
+def _memory(checks: Sequence[RowCheck]) -> Iterator[str]:
     yield "## Peak memory"
     yield ""
     yield "Absolute relative errors; bias is the median of the signed ones, above 0 where predictions are too high."
@@ -70,17 +150,17 @@ def _parts(checks: Sequence[RowCheck]) -> Iterator[str]:
         }
     )
     yield ""
-    yield "## Rows that are furthest off"
+    yield "### Peaks that are furthest off"
     yield ""
     yield "| row | predicted, GiB | measured, GiB | statistic | error | highest instant | assumed in the row |"
     yield "|---|--:|--:|---|--:|---|---|"
     yield from (_worst(check) for check in figures.worst(checks, WORST))
     yield CAUSES
-    yield "## Does it fit?"
+    yield "### Does it fit?"
     yield ""
     yield from _fits(checks)
     yield ""
-    yield "## Not predicted"
+    yield "### Peaks that are not predicted"
     yield ""
     yield from (f"- {count} rows: {reason}" for reason, count in skipped(checks).items())
 

@@ -17,7 +17,7 @@ ISSUE = re.findall(
     r"\S+",
     """A10 A10G L4 L20 L40S A5000 A6000 RTX-6000-ADA RTX-3090 RTX-4090 RTX-4090-48GB RTX-5090 V100-16GB V100-32GB
     A100-PCIE-40GB A100-SXM-40GB A100-PCIE-80GB A100-SXM-80GB A800 H800 H20 H100-PCIE H100-SXM H100-NVL H100-96GB H200
-    B200 GB200 GB300 MI250X MI300X""",
+    B200 GB200 GB300 MI250X MI300X T4""",
 )
 MEASURED = re.findall(
     r"\S+",
@@ -38,6 +38,7 @@ def test_every_card_is_there(name):
     found = find_gpu(name)
     assert found.usable.source
     assert found.link is not None
+    assert found.rates is not None
 
 
 @pytest.mark.parametrize("name", MEASURED)

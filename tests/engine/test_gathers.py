@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.training import batches_of, make_job, make_plan
 from harness.ranks import run_ranks
-from shardwise.engine.gathers import ahead_of, behind_of
 from shardwise.engine.load import load_model
 from shardwise.engine.loss_head import token_loss
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.source import open_source
 from shardwise.spec.layout import Prefetch
+from shardwise.spec.prefetch import ahead_of, behind_of
 
 
 def _order(rank, world, job):

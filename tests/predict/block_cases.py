@@ -137,7 +137,7 @@ def workload(config: dict[str, Any], lora: Lora | None = None, *, length: int = 
 def levels(work: Workload, chosen: Plan, runtime: Runtime = SHARDWISE) -> dict[str, int]:
     """Return the highest level of every part of a step without sharding, as `blocks_truth.measure` names them."""
     computed = computation(work, runtime, "cpu")
-    ends, parts = computed.ends(chosen), _parts(computed, chosen)
+    ends, parts = computed.ends(chosen), parts_of(computed, chosen)
     kept, found = 0, {}
     for name, part in parts.items():
         around = ends.shared if name != "embedding" else 0
@@ -158,7 +158,8 @@ def levels(work: Workload, chosen: Plan, runtime: Runtime = SHARDWISE) -> dict[s
     return found
 
 
-def _parts(computed: Computation, chosen: Plan) -> dict[str, PartMemory]:
+def parts_of(computed: Computation, chosen: Plan) -> dict[str, PartMemory]:
+    """Return every part of a model by name: `embedding`, `block 0`, ..., `head`."""
     setting, ends = chosen.activation_checkpointing, computed.ends(chosen)
     again, otherwise = modes_of(setting)
     parts = {"embedding": ends.embedding}

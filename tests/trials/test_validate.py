@@ -11,6 +11,8 @@ from shardwise.predict.constants import GIB
 from shardwise.trials import figures
 from shardwise.trials.measured import MeasuredRow, read_rows
 from shardwise.trials.refit import FITTED, fit, leave_one_out
+from shardwise.trials.throughput_checks import check_times
+from shardwise.trials.throughput_text import findings_of
 from shardwise.trials.validate import check_rows
 from shardwise.trials.validate_text import as_json, as_text
 from trials.rows import row, single
@@ -21,6 +23,11 @@ PUBLISHED = ROOT / "bench" / "measurements" / "published.jsonl"
 @pytest.fixture(scope="module")
 def published():
     return check_rows(read_rows(PUBLISHED))
+
+
+@pytest.fixture(scope="module")
+def throughput():
+    return findings_of(check_times(read_rows(PUBLISHED)))
 
 
 def _check(content):
@@ -147,23 +154,37 @@ def test_a_source_is_left_out_of_the_fit_that_predicts_it(published):
     assert left["TT"].values == without
 
 
-def test_json_has_the_agreed_keys(published):
-    content = as_json(published, "estimate")
+def test_json_has_the_agreed_keys(published, throughput):
+    content = as_json(published, "estimate", throughput)
     assert [one["id"] for one in content["rows"]] == [check.row.id for check in published]
     for one in content["rows"]:
         assert set(one) == {"id", "outcome", "fits_predicted", "skipped_because", "memory", "throughput"}
-        assert one["throughput"] is None
         if one["memory"] is not None:
             keys = {"predicted", "measured", "relative_error", "statistic", "headline"}
             assert set(one["memory"]) == keys
             assert not one["skipped_because"]
+        if one["throughput"] is not None:
+            keys = {"predicted", "measured", "relative_error", "headline", "network_assumed", "step_s", "exposed_s"}
+            assert set(one["throughput"]) in (keys, {"skipped_because"})
     summary = content["summary"]
     assert summary["tensors"]["rows"] == 54
     assert sum(summary["feasibility"].values()) == sum(one["fits_predicted"] is not None for one in content["rows"])
+    times = summary["throughput"]
+    assert times["compared"] == times["all"]["rows"] == times["leave_one_source_out"]["all"]["rows"]
+    assert times["compared"] + sum(times["skipped"].values()) == sum("throughput" in c.row.use for c in published)
+    assert times["without_assumed_networks"]["rows"] < times["all"]["rows"]
+    assert sum(count["pairs"] for count in times["ranking"]["by_field"].values()) == times["ranking"]["pairs"]
+    assert len(times["ranking"]["wrong"]) == times["ranking"]["pairs"] - times["ranking"]["right"]
 
 
-def test_the_text_names_what_is_off_and_why(published):
-    text = as_text(published, "estimate")
+def test_json_without_throughput_says_nothing_of_it(published):
+    content = as_json(published, "estimate")
+    assert content["summary"]["throughput"] is None
+    assert all(one["throughput"] is None for one in content["rows"])
+
+
+def test_the_text_names_what_is_off_and_why(published, throughput):
+    text = as_text(published, "estimate", throughput)
     for needed in (
         "by source",
         "by statistic",
@@ -171,6 +192,11 @@ def test_the_text_names_what_is_off_and_why(published):
         "assumed in the row",
         "does it fit?",
         "ALLOCATOR_FACTOR",
+        "flat 45 % of the peak, all",
+        "all, no assumed network",
+        "by card",
+        "pairs that differ in one decision",
+        "bare communication",
     ):
         assert needed in text
     assert "context parallelism" in text

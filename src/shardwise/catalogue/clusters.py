@@ -1,21 +1,23 @@
-"""Cards and clusters by the names that people type: `8xA10`, `2x8xH100-SXM-80GB ib-8x400`, `2xcpu`."""
+"""Cards and clusters by the names that people type: `8xA10`, `2x8xH100-SXM-80GB ib-8x400`, `p5.48xlarge`, `2xcpu`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field
 
-from shardwise.spec.cluster import CPU, NETWORKS, NVL72, Cluster, Gpu, Sourced, split_cluster
+from shardwise.catalogue.data import read_data
+from shardwise.catalogue.rates import CardRates
+from shardwise.spec.cluster import CPU, Cluster, ClusterText, Gpu, Sourced, is_cluster_file, split_cluster
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
 from shardwise.spec.strict import PositiveInt, Strict
 
 MIB = 2**20
+GIB = 2**30
 
 DRIVER_KEEPS_MIB = 450
 """What CUDA does not report of a card's memory, whatever its size."""
@@ -44,6 +46,8 @@ class Card(Strict):
     """Total that nvidia-smi shows."""
     source: str
     """Of the first of these two that is known."""
+    rates: CardRates
+    """What it can do."""
 
 
 def cuda_visible(smi_mib: int) -> int:
@@ -57,9 +61,7 @@ def cuda_visible(smi_mib: int) -> int:
 @cache
 def cards() -> dict[str, Card]:
     """Return every card by its name in the catalogue."""
-    text = files(__package__).joinpath("gpus.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return {name: Card.model_validate(entry) for name, entry in yaml.load(text, Loader=loader).items()}
+    return {name: Card.model_validate(entry) for name, entry in read_data("gpus.yaml").items()}
 
 
 def gpu(name: str) -> Gpu:
@@ -71,7 +73,7 @@ def gpu(name: str) -> Gpu:
         assert card.smi_mib is not None
         rule = f"{card.source}, {card.smi_mib} MiB, less what the driver keeps (450 MiB and 0.25 %)"
         usable = Sourced(bytes=cuda_visible(card.smi_mib) * MIB, source=rule)
-    return Gpu(name=name, usable=usable, link=card.link)
+    return Gpu(name=name, usable=usable, link=card.link, rates=card.rates.rates())
 
 
 def find_gpu(text: str, *, field: str = "cluster") -> Gpu:
@@ -86,9 +88,7 @@ def find_gpu(text: str, *, field: str = "cluster") -> Gpu:
     if found:
         reason = f"is the name of {len(found)} cards of different memory or links"
         raise BadInput(Problem(field=field, value=text, reason=reason, allowed=", ".join(found)))
-    near = did_you_mean(_spelled(text), _spellings())
-    allowed = "" if near else ", ".join(cards())
-    raise BadInput(Problem(field=field, value=text, reason="is not a card of the catalogue", allowed=allowed, fix=near))
+    raise _unknown(text, field, "is not a card of the catalogue", _spellings())
 
 
 def find_device(device_name: str, total_bytes: int) -> Gpu | None:
@@ -104,37 +104,75 @@ def find_device(device_name: str, total_bytes: int) -> Gpu | None:
 
 
 def find_cluster(text: str, *, field: str = "cluster") -> Cluster:
-    """Return the cluster that `text` names: `[<machines>x]<devices of each>x<card>[ <network>]`, or a card alone.
+    """Return the cluster that `text` names.
 
-    The count is that of devices as torch sees them: a machine with four MI250X cards is `8xMI250X`.
+    That is `[<machines>x]<devices of each>x<card>[ <network>]`, a card alone, `[<machines>x]<type of a cloud's
+    machine>[ <network>]`, or a file that holds a cluster. The count is that of devices as torch sees them: a machine
+    with four MI250X cards is `8xMI250X`.
 
     Args:
         text: As typed.
         field: The configuration key or option that it stands in, for the message.
 
     Raises:
-        BadInput: no such form or card, counts below 1.
+        BadInput: no such form, card or type, counts below 1, a network that is none, a file that holds no cluster.
     """
+    if is_cluster_file(text):
+        from shardwise.catalogue.cluster_file import read_cluster
+
+        return read_cluster(Path(text.strip()))
     parts = split_cluster(text)
     if any(count < 1 for count in parts.counts) or len(parts.counts) > 2:
         too_many = "takes two counts at most, machines and devices of each"
         reason = too_many if len(parts.counts) > 2 else "counts of machines and devices start at 1"
         raise BadInput(Problem(field=field, value=text, reason=reason, allowed="8xA10, 2x8xH100, 2xcpu"))
-    if parts.network is not None:
-        _check_network(text, parts.network, field)
+    name = " ".join(text.split())
     nodes, per_node = (1, 1, *parts.counts)[-2:]
-    card = None if parts.card.lower() == CPU else find_gpu(parts.card, field=field)
-    return Cluster(name=" ".join(text.split()), nodes=nodes, per_node=per_node, gpu=card, network=parts.network)
+    if parts.card.lower() == CPU:
+        found = Cluster(name=name, nodes=nodes, per_node=per_node, gpu=None, network=parts.network)
+    elif _words(parts.card) in _by_words():
+        card = find_gpu(parts.card, field=field)
+        found = Cluster(name=name, nodes=nodes, per_node=per_node, gpu=card, network=parts.network)
+    else:
+        found = _machines(name, parts, field)
+    if found.network is not None:
+        from shardwise.catalogue.networks import check_network
+
+        check_network(found.network, found.gpu, found.world, field=field, value=text)
+    return found
 
 
-def _check_network(text: str, network: str, field: str) -> None:
-    kind, _, rate = network.partition("-")
-    if network == NVL72 or (kind in NETWORKS and all(int(number) for number in rate.split("x"))):
-        return
-    reason = "a rate of 0 is no network" if kind in NETWORKS else f"{kind!r} is not a kind of network"
-    allowed = f"{', '.join(NETWORKS)} with adapters and Gb/s (ib-8x400) or Gb/s alone (roce-1600), {NVL72}"
-    fix = "" if kind in NETWORKS else did_you_mean(kind, NETWORKS)
-    raise BadInput(Problem(field=field, value=text, reason=reason, allowed=allowed, fix=fix))
+def _machines(name: str, parts: ClusterText, field: str) -> Cluster:
+    """Return machines of a cloud; their network is what is typed, else what the cloud gives them."""
+    from shardwise.catalogue.instances import find_instance, instances
+
+    known = find_instance(parts.card)
+    if known is None:
+        reason = "is not a card or a cloud's machine of the catalogue"
+        raise _unknown(parts.card, field, reason, (*_spellings(), *instances()))
+    kind, machine = known
+    if len(parts.counts) > 1:
+        reason = f"counts devices of each machine, and a {kind} has {machine.devices} of them"
+        raise BadInput(Problem(field=field, value=name, reason=reason, fix=f"write {parts.counts[0]}x{kind}"))
+    card = gpu(machine.card)
+    if machine.peer_to_peer is not None and card.rates is not None:
+        rates = card.rates.model_copy(update={"peer_to_peer": machine.peer_to_peer})
+        card = card.model_copy(update={"rates": rates})
+    return Cluster(
+        name=name,
+        nodes=parts.counts[0] if parts.counts else 1,
+        per_node=machine.devices,
+        gpu=card,
+        host_bytes=None if machine.gib is None else machine.gib * GIB,
+        host_cores=machine.cores,
+        network=parts.network or machine.network,
+    )
+
+
+def _unknown(text: str, field: str, reason: str, choices: Iterable[str]) -> BadInput:
+    near = did_you_mean(_spelled(text), choices)
+    allowed = "" if near else ", ".join(cards())
+    return BadInput(Problem(field=field, value=text, reason=reason, allowed=allowed, fix=near))
 
 
 def _words(text: str) -> frozenset[str]:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from shardwise.cli import config_command, plan_command, train_command, validate_command
+from shardwise.cli import config_command, plan_command, probe_command, train_command, validate_command
 from shardwise.spec.problems import BadInput
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("config")(config_command.config)
 app.command("plan")(plan_command.plan)
+app.command("probe")(probe_command.probe)
 app.command("train")(train_command.train)
 app.command("validate")(validate_command.validate)
 
@@ -35,3 +36,7 @@ def run() -> None:
     except OSError as error:
         print(f"{error.filename or 'file system'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(4 if error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT) else 2)
+
+
+if __name__ == "__main__":
+    run()

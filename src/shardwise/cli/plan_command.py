@@ -1,4 +1,4 @@
-"""`shardwise plan`: what a plan holds in memory, and whether it fits; starts nothing and needs no GPU."""
+"""`shardwise plan`: what a plan holds in memory and how long its step takes; starts nothing and needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from shardwise.spec.problems import BadInput, Problem, did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.planner.by_shape import Planned
+    from shardwise.report.answer import PlanAnswer
     from shardwise.spec.cluster import Cluster
     from shardwise.spec.job import Job
     from shardwise.spec.report import Instrument, Report
+    from shardwise.spec.throughput import Price, Throughput
 
 INSTRUMENTS: tuple[Instrument, ...] = ("estimate", "trace", "run")
 """What `--by` takes."""
@@ -35,26 +37,77 @@ def plan(
         "estimate"
     ),
     table: Annotated[bool, typer.Option("--table", help="Every strategy's memory per rank, side by side.")] = False,
+    scale: Annotated[str | None, typer.Option(help="Throughput on so many cards: 8,16,...,4096 (doubling).")] = None,
+    price: Annotated[float | None, typer.Option(help="What a card costs per hour: cost per million tokens.")] = None,
+    price_per_node: Annotated[float | None, typer.Option(help="What a machine costs per hour, instead.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write the step to this new file, for ui.perfetto.dev.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this new file.")] = None,
 ) -> None:
-    """Predict a plan's memory without a GPU, without weights and without data.
+    """Predict a plan's memory and step time without a GPU, without weights and without data.
 
     Exit codes: 0 it fits (or no limit is known), 1 it does not fit, 2 bad input.
     """
     instruments = read_instruments(by)
-    if output is not None and output.exists():
-        raise BadInput(Problem(field="--output", value=str(output), reason="exists", fix="name a new file"))
-    job = read_planned_job(given or [], model=model, cluster=cluster)
-    planned = _planned(job)
+    _check_options(table=table, scale=scale, perfetto=perfetto, by=by)
+    for option, target in (("--output", output), ("--perfetto", perfetto)):
+        if target is not None and target.exists():
+            raise BadInput(Problem(field=option, value=str(target), reason="exists", fix="name a new file"))
+    cost = _price(price, price_per_node, table=table)
+    planned = _planned(read_planned_job(given or [], model=model, cluster=cluster))
+    fits = None
     if table:
         _table(planned, instruments, as_json=as_json)
+    elif scale is not None:
+        _scale(planned, scale, cost, as_json=as_json)
     else:
-        fits = _answer(planned, instruments, as_json=as_json)
+        fits = _answer(planned, instruments, cost, perfetto, as_json=as_json)
     if output is not None:
         _write(planned, output)
-    if not table and fits is False:
+    if fits is False:
         raise typer.Exit(1)
+
+
+def _check_options(*, table: bool, scale: str | None, perfetto: Path | None, by: str) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        BadInput: naming them.
+    """
+    problems = []
+    if table and scale is not None:
+        problems.append(Problem(field="--scale", reason="does not go with --table", fix="give one of them"))
+    if perfetto is not None and (table or scale is not None):
+        reason = "writes the step of one plan, not of a table"
+        problems.append(Problem(field="--perfetto", value=str(perfetto), reason=reason, fix="give it alone"))
+    if scale is not None and by != "estimate":
+        reason = "is by estimate: other instruments need the cards"
+        problems.append(Problem(field="--scale", value=scale, reason=reason, fix="remove --by"))
+    if problems:
+        raise BadInput(problems)
+
+
+def _price(per_gpu: float | None, per_node: float | None, *, table: bool) -> Price | None:
+    """Return what cards cost; None where nothing is said.
+
+    Raises:
+        BadInput: no price, two of them, or nothing that it could be of use for.
+    """
+    from shardwise.spec.throughput import Price
+
+    if per_gpu is None and per_node is None:
+        return None
+    option = "--price" if per_gpu is not None else "--price-per-node"
+    if per_gpu is not None and per_node is not None:
+        reason, fix = "is of one card, and --price-per-node of a machine", "give one of them"
+        raise BadInput(Problem(field=option, value=per_gpu, reason=reason, fix=fix))
+    if table:
+        reason = "has no use in --table, which is about memory"
+        raise BadInput(Problem(field=option, value=per_gpu or per_node, reason=reason, fix="remove it"))
+    if per_gpu is not None:
+        return Price(amount=per_gpu, per="gpu")
+    assert per_node is not None
+    return Price(amount=per_node, per="node")
 
 
 def read_instruments(by: str) -> tuple[Instrument, ...]:
@@ -118,7 +171,14 @@ def _cluster(job: Job) -> Cluster:
     return detect_cluster()
 
 
-def _answer(planned: Planned, instruments: Sequence[Instrument], *, as_json: bool) -> bool | None:
+def _answer(
+    planned: Planned,
+    instruments: Sequence[Instrument],
+    price: Price | None,
+    perfetto: Path | None,
+    *,
+    as_json: bool,
+) -> bool | None:
     """Judge a plan, print the answer, and return whether it fits."""
     from shardwise.planner.advice import advise, by_estimate
     from shardwise.report.answer import PlanAnswer, answer_to_json
@@ -141,7 +201,10 @@ def _answer(planned: Planned, instruments: Sequence[Instrument], *, as_json: boo
         units=planned.units,
         reports=tuple(reports),
         advice=advise(planned, estimated.footprint) if estimated else (),
+        throughput=_throughput(planned, reports, price, perfetto),
     )
+    if perfetto is not None:
+        _write_trace(answer, perfetto)
     if as_json:
         print(json.dumps(answer_to_json(answer), indent=1))
         return answer.fits
@@ -151,6 +214,37 @@ def _answer(planned: Planned, instruments: Sequence[Instrument], *, as_json: boo
 
     print_answer(Console(soft_wrap=True), answer)
     return answer.fits
+
+
+def _throughput(
+    planned: Planned, reports: Sequence[Report], price: Price | None, perfetto: Path | None
+) -> Throughput | None:
+    """Return what the time of a step comes to, by the last report that has one; None where none has.
+
+    Raises:
+        BadInput: an option needs that time.
+    """
+    timelines = [report.timeline for report in reports if report.timeline is not None]
+    if timelines:
+        from shardwise.predict.throughput import throughput_of
+
+        return throughput_of(timelines[-1], planned.workload, planned.plan, planned.cluster, price)
+    needs = {"--price": price is not None, "--perfetto": perfetto is not None}
+    reason = f"needs the time of a step, and {planned.cluster.name} has no known speeds or no estimate was asked for"
+    fix = "name cards of the catalogue, or measure this machine with shardwise probe; --by estimate"
+    problems = [Problem(field=option, reason=reason, fix=fix) for option, given in needs.items() if given]
+    if problems:
+        raise BadInput(problems)
+    return None
+
+
+def _write_trace(answer: PlanAnswer, target: Path) -> None:
+    from shardwise.report.perfetto import trace_events
+    from shardwise.report.run_folder import write_text
+
+    assert answer.timed is not None
+    events = trace_events(answer.timed, answer.units, answer.workload.model.block_list)
+    write_text(target, json.dumps(events))
 
 
 def measured_by(instrument: Instrument, planned: Planned) -> Report:
@@ -187,6 +281,21 @@ def _table(planned: Planned, instruments: Sequence[Instrument], *, as_json: bool
     from rich.console import Console
 
     print_strategies(Console(soft_wrap=True), rows)
+
+
+def _scale(planned: Planned, counts: str, price: Price | None, *, as_json: bool) -> None:
+    """Print throughput as cards grow."""
+    from shardwise.planner.scaling import read_counts, rows_per_gpu, scale
+    from shardwise.report.scaling_table import print_scaling, scaling_to_json
+
+    lines = scale(planned, read_counts(counts, planned.cluster.per_node), price=price)
+    rows = float(rows_per_gpu(planned))
+    if as_json:
+        print(json.dumps(scaling_to_json(lines, rows), indent=1))
+        return
+    from rich.console import Console
+
+    print_scaling(Console(soft_wrap=True), lines, rows)
 
 
 def _write(planned: Planned, output: Path) -> None:

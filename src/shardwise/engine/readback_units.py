@@ -10,11 +10,12 @@ from torch import nn
 from shardwise.engine.apply import units
 from shardwise.engine.compat import UnitFacts, unit_facts
 from shardwise.engine.dtypes import TORCH_DTYPE
-from shardwise.engine.gathers import ExchangedGather, ahead_of, behind_of
+from shardwise.engine.gathers import ExchangedGather
 from shardwise.engine.names import unwrapped_name
 from shardwise.engine.reductions import ExchangedReduce
 from shardwise.engine.units import ROOT
 from shardwise.spec.plan import Plan
+from shardwise.spec.prefetch import ahead_of, behind_of
 from shardwise.spec.units import UnitRow, UnitTable
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from shardwise.spec.job import DETECT, Job
 from shardwise.spec.problems import BadInput, Problem
 
 _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROUP_CORES = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +107,16 @@ def detect_cluster() -> Cluster:
     found = _gpus_here()
     if not found:
         ranks = _cpu_ranks()
-        return Cluster(name=f"{ranks}x{CPU}", nodes=1, per_node=ranks, gpu=None, host_bytes=host_bytes())
+        return _this_machine(f"{ranks}x{CPU}", ranks, None)
     name, total = min(found, key=lambda card: card[1])
     known = find_device(name, total)
     usable = Sourced(bytes=total, source="torch.cuda.get_device_properties on this machine")
     card = Gpu(name=name, usable=usable) if known is None else known.model_copy(update={"usable": usable})
-    return Cluster(name=f"{len(found)}x{card.name}", nodes=1, per_node=len(found), gpu=card, host_bytes=host_bytes())
+    return _this_machine(f"{len(found)}x{card.name}", len(found), card)
+
+
+def _this_machine(name: str, devices: int, card: Gpu | None) -> Cluster:
+    return Cluster(name=name, nodes=1, per_node=devices, gpu=card, host_bytes=host_bytes(), host_cores=host_cores())
 
 
 def host_bytes() -> int:
@@ -119,6 +125,17 @@ def host_bytes() -> int:
     with suppress(OSError, ValueError):
         total = min(total, int(_GROUP_LIMIT.read_text()))
     return total
+
+
+def host_cores() -> int:
+    """Return the cores that processes on this machine can use: physical ones, or what their container is given."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    with suppress(AttributeError):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    with suppress(OSError, ValueError):
+        quota, period = _GROUP_CORES.read_text().split()
+        cores = min(cores, ceil(int(quota) / int(period)))
+    return cores
 
 
 def _cpu_ranks() -> int:
@@ -155,7 +172,7 @@ def _refuse_elsewhere(cluster: Cluster) -> None:
         raise _elsewhere(cluster, reason, instead)
     for name, total in found:
         here = find_device(name, total)
-        if here is None or here.name != cluster.gpu.name:
+        if (name if here is None else here.name) != cluster.gpu.name:
             known = "which is not in the catalogue" if here is None else f"which is {here.name} in the catalogue"
             reason = f"needs {_count(cluster)}, and this machine has {name} ({total / 2**30:.1f} GiB), {known}"
             raise _elsewhere(cluster, reason, instead)

@@ -1,4 +1,4 @@
-"""What a plan needs, by closed formula: the same Footprint that a trace gives, without torch and within microseconds.
+"""What a plan needs, by closed formula: the Footprint that a trace gives, and the step's Timeline, without torch.
 
     report = estimate(workload, plan, cluster)
     peak = estimate_peak(workload, plan, cluster)      # the highest figure alone, for a search
@@ -11,32 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.predict.blocks import computation
-from shardwise.predict.remembered import remember
-from shardwise.predict.terms.assembly import Assembly, highest, live_at, loaded, peak, where
+from shardwise.predict.assemblies import assembly_of
+from shardwise.predict.step_time import timeline_of_step
+from shardwise.predict.terms.assembly import highest, live_at, loaded, peak, where
 from shardwise.predict.terms.largest import largest_buffer
-from shardwise.predict.workspace import generation
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import PHASES, Footprint, Instant, Phase
 from shardwise.spec.plan import Plan
 from shardwise.spec.plan_rules import broken_rules
 from shardwise.spec.problems import BadInput
 from shardwise.spec.report import Report
-from shardwise.spec.runtime import Runtime
+from shardwise.spec.runtime import SHARDWISE, Runtime
 from shardwise.spec.workload import Workload
-
-SHARDWISE = Runtime()
-"""shardwise itself."""
 
 
 def estimate(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime = SHARDWISE) -> Report:
-    """Return what tensors of rank 0 occupy under a plan; `machine_memory` adds what card and host hold beside.
+    """Return what tensors of rank 0 occupy under a plan, and how its step goes; `machine_memory` adds what card and
+    host hold beside. Where speeds of the cluster are not known there is no Timeline, and a note says why.
 
     Raises:
         BadInput: a model or a layout that no formula describes; `trace` takes those too.
     """
     _check(plan, cluster, runtime)
-    step = _assembly(workload, cluster, runtime).step(plan)
+    step = assembly_of(workload, cluster, runtime).step(plan)
     peaks: dict[Phase, Instant] = {"load": Instant(phase="load", where="root", live=loaded(step))}
     for phase, candidate in highest(step).items():
         peaks[phase] = Instant(phase=phase, where=where(step, candidate.at), live=live_at(step, candidate))
@@ -45,7 +42,11 @@ def estimate(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime 
         largest_buffer=largest_buffer(step, workload, runtime),
     )
     notes = tuple(_notes(workload, plan, cluster, runtime))
-    return Report(instrument="estimate", plan=plan, footprint=footprint, notes=notes)
+    try:
+        timeline = timeline_of_step(step, workload, cluster, runtime)
+    except BadInput as error:
+        timeline, notes = None, (*notes, f"no step time: {error.problems[0]}")
+    return Report(instrument="estimate", plan=plan, footprint=footprint, timeline=timeline, notes=notes)
 
 
 def estimate_peak(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime = SHARDWISE) -> int:
@@ -57,7 +58,7 @@ def estimate_peak(workload: Workload, plan: Plan, cluster: Cluster, runtime: Run
         BadInput: as `estimate`.
     """
     _check(plan, cluster, runtime)
-    return peak(_assembly(workload, cluster, runtime).step(plan))
+    return peak(assembly_of(workload, cluster, runtime).step(plan))
 
 
 def _check(plan: Plan, cluster: Cluster, runtime: Runtime) -> None:
@@ -84,19 +85,3 @@ def _notes(workload: Workload, plan: Plan, cluster: Cluster, runtime: Runtime) -
         yield "compiled blocks are taken to save what their matrix products and attention need"
     if any(kind.mlp.experts for kind in workload.model.kinds):
         yield "experts by grouped matrix products, whose memory does not depend on which tokens go where"
-
-
-_REMEMBERED = 64
-"""Workloads that are remembered; the oldest goes first."""
-
-_assemblies: dict[tuple[int, int, int], tuple[Assembly, Cluster]] = {}
-
-
-def _assembly(workload: Workload, cluster: Cluster, runtime: Runtime) -> Assembly:
-    key = (id(workload), id(cluster), id(runtime))  # an entry keeps all three alive, so their ids stay theirs
-    found = _assemblies.get(key)
-    if found is None:
-        kernels = generation(cluster.gpu) if cluster.gpu is not None else ""
-        computed = computation(workload, runtime, cluster.device_type, kernels)
-        found = remember(_assemblies, key, (Assembly(computed, cluster.gpu), cluster), most=_REMEMBERED)
-    return found[0]

@@ -38,6 +38,11 @@ def constants(rows: int, columns: int, kind: Quantization) -> float:
     return (2 + 0.5) * weights / GROUP + 4 * columns
 
 
+def packed_bytes(rows: int, columns: int, kind: Quantization) -> int:
+    """Return the bytes of a quantised matrix: packed weights and their constants."""
+    return round(rows * columns * PACKED[kind] + constants(rows, columns, kind))
+
+
 def is_quantized(tensor: UnitTensor) -> bool:
     """Whether a parameter of a block is a matrix that the quantisation packs: frozen, and no adapter's."""
     return not tensor.trained and len(tensor.shape) == 2

@@ -1,4 +1,4 @@
-"""What `shardwise plan` answers: a plan, what one or more instruments say of it, and what would lower its peak."""
+"""What `shardwise plan` answers: a plan, what instruments say of its memory and its step, what would lower its peak."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.report.waits import Waiting, merged_waits
 from shardwise.spec.advice import Advice
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.footprint import CATEGORIES, DeviceMemory, Footprint, HostMemory, Instant
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.report import Report
+from shardwise.spec.throughput import Throughput
+from shardwise.spec.timeline import LANES, Timeline
 from shardwise.spec.units import UnitTable
 from shardwise.spec.workload import Workload
 
@@ -34,11 +37,18 @@ class PlanAnswer:
     """What each instrument says, in the order in which they were asked for; at least one."""
     advice: tuple[Advice, ...]
     """What would lower the peak, the most first."""
+    throughput: Throughput | None = None
+    """What the time of a step comes to, of `timed`; None: no instrument says how long a step takes."""
 
     @property
     def verdict(self) -> Report:
         """The report that decides whether it fits: the last one that was asked for."""
         return self.reports[-1]
+
+    @property
+    def timed(self) -> Report | None:
+        """The last report that says how long a step takes; None: there is none."""
+        return next((report for report in reversed(self.reports) if report.timeline is not None), None)
 
     @property
     def fits(self) -> bool | None:
@@ -70,7 +80,7 @@ def host_peak(host: HostMemory) -> tuple[str, int]:
 
 
 def answer_to_json(answer: PlanAnswer) -> dict[str, Any]:
-    """Return an answer as JSON; `docs/plan.md` documents the schema. Figures are in bytes."""
+    """Return an answer as JSON; `docs/plan.md` documents the schema. Figures are in bytes and seconds."""
     model = answer.workload.model
     return {
         "model": {"name": model.name, "parameters": model.parameters, "blocks": model.layers, "note": model.note},
@@ -79,6 +89,7 @@ def answer_to_json(answer: PlanAnswer) -> dict[str, Any]:
         "plan": {**answer.plan.model_dump(mode="json"), "fingerprint": answer.plan.fingerprint()},
         "fits": answer.fits,
         "reports": [report_to_json(report) for report in answer.reports],
+        "throughput": None if answer.throughput is None else throughput_to_json(answer.throughput),
         "advice": [_advice(advice) for advice in answer.advice],
     }
 
@@ -95,7 +106,55 @@ def report_to_json(report: Report) -> dict[str, Any]:
             "device": None if footprint.device is None else _device(footprint.device),
             "host": None if footprint.host is None else _host(footprint.host, host_fits(footprint)),
         },
+        "timeline": None if report.timeline is None else timeline_to_json(report.timeline, report.plan),
         "notes": list(report.notes),
+    }
+
+
+def timeline_to_json(timeline: Timeline, plan: Plan) -> dict[str, Any]:
+    """Return how long a step takes and what computing waits for as JSON; its spans are in the trace of `--perfetto`."""
+    return {
+        "step_s": timeline.step_s,
+        "communication_s": timeline.communication_s,
+        "exposed_s": timeline.exposed_s,
+        "overlap_efficiency": timeline.overlap_efficiency,
+        "busy": {lane: timeline.busy[lane] for lane in LANES if timeline.busy.get(lane)},
+        "exposed": {lane: timeline.exposed[lane] for lane in LANES if timeline.exposed.get(lane)},
+        "waits": [_waiting(waiting) for waiting in merged_waits(timeline, plan.accumulation_steps)],
+        "notes": list(timeline.notes),
+    }
+
+
+def throughput_to_json(throughput: Throughput) -> dict[str, Any]:
+    """Return what the time of a step comes to as JSON."""
+    return {
+        "step_s": throughput.step_s,
+        "tokens": throughput.tokens,
+        "tokens_per_s": throughput.tokens_per_s,
+        "tokens_per_s_per_gpu": throughput.tokens_per_s_per_gpu,
+        "mfu": throughput.mfu,
+        "hfu": throughput.hfu,
+        "model_flops": throughput.flops.model,
+        "recomputed_flops": throughput.flops.again,
+        "peak_flops": throughput.peak_flops,
+        "s_per_million_tokens": throughput.s_per_million,
+        "price_per_gpu_hour": throughput.price_per_gpu_hour,
+        "cost_per_million_tokens": throughput.cost_per_million,
+    }
+
+
+def _waiting(waiting: Waiting) -> dict[str, Any]:
+    return {
+        "place": waiting.place,
+        "phase": waiting.phase,
+        "lane": waiting.lane,
+        "by": waiting.by,
+        "unit": waiting.longest.by.unit,
+        "units": list(waiting.units),
+        "longest_s": waiting.longest.end - waiting.longest.start,
+        "count": waiting.count,
+        "total_s": waiting.total_s,
+        "too_slow": waiting.too_slow,
     }
 
 

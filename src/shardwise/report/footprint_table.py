@@ -1,8 +1,7 @@
-"""The answer of `shardwise plan` in a terminal: verdict, plan, memory by phase and category, card, host, advice."""
+"""The answer of `shardwise plan` in a terminal: verdict, plan, memory, card, host, the step, advice."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -11,18 +10,18 @@ from rich.text import Text
 from shardwise.report import footprint_words as words
 from shardwise.report.answer import PlanAnswer, host_peak
 from shardwise.report.plan_words import decisions
+from shardwise.report.sentences import INDENT, print_sentence
 from shardwise.report.terminal import print_row
+from shardwise.report.timeline_table import print_step
 from shardwise.spec.footprint import CATEGORIES, PHASES, Category, DeviceMemory, Instant, Interval, Term
 from shardwise.spec.report import Report
 
-_INDENT = "  "
 _SHOWN = (
     *("strategy", "units", "stored", "computed", "batch", "checkpointing", "offload", "loss", "optimizer"),
     "compile",
 )
 """Decisions that weigh in memory; `shardwise config` prints all."""
 _BAR_CELLS = 30
-_NARROWEST = 40
 _SMALLEST_SHARE = 0.0005
 """Categories that are less of the peak than this in every column are left out of tables."""
 MOST_ADVICE = 5
@@ -32,9 +31,9 @@ MOST_ADVICE = 5
 def print_answer(console: Console, answer: PlanAnswer) -> None:
     """Print an answer for people; its width is the console's."""
     for line in words.head_words(answer):
-        _sentence(console, line)
+        print_sentence(console, line)
     console.print()
-    _sentence(console, words.verdict_words(answer), "bold")
+    print_sentence(console, words.verdict_words(answer), "bold")
     device = answer.verdict.footprint.device
     if device is not None and device.limit is not None:
         _line(console, _bar(device.total, device.limit, console))
@@ -51,24 +50,16 @@ def print_answer(console: Console, answer: PlanAnswer) -> None:
     else:
         _side_by_side(console, answer.reports)
     for line in words.peak_words(answer.verdict.footprint):
-        _sentence(console, line)
+        print_sentence(console, line)
     _beyond_tensors(console, answer.verdict)
+    print_step(console, answer)
     _advice(console, answer)
     for note in dict.fromkeys(note for report in answer.reports for note in report.notes):
-        _sentence(console, f"note: {note}", "dim")
+        print_sentence(console, f"note: {note}", "dim")
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(_INDENT + text, style), soft_wrap=True, highlight=False)
-
-
-def _sentence(console: Console, text: str, style: str = "", *, indent: str = _INDENT) -> None:
-    """Print words, continued below where they are longer than the line."""
-    width = max(console.width, _NARROWEST)
-    for line in textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False
-    ):
-        console.print(Text(line, style), soft_wrap=True, highlight=False)
+    console.print(Text(INDENT + text, style), soft_wrap=True, highlight=False)
 
 
 def _bar(total: Interval, limit: int, console: Console) -> str:
@@ -86,12 +77,12 @@ def _one_report(console: Console, answer: PlanAnswer, report: Report) -> None:
     """Print categories against phases, with what each category is made of."""
     peaks, unit = report.footprint.peaks, words.unit_for(report.footprint.peak.allocated)
     what = f"{report.instrument}: {words.INSTRUMENTS[report.instrument]}"
-    _sentence(console, f"{unit.name} at the peak of each phase; {what}", "bold")
+    print_sentence(console, f"{unit.name} at the peak of each phase; {what}", "bold")
     names = [words.phase_words(instant.phase) for instant in peaks]
     shown = _categories(peaks)
     label = max([len(words.category_words(category)) for category in shown] + [len("live tensors")])
     widths = [max(len(name), 7) for name in names]
-    room = console.width - len(_INDENT) - label - sum(widths) - 2 * len(widths) - 2
+    room = console.width - len(INDENT) - label - sum(widths) - 2 * len(widths) - 2
     sources = {category: words.source_words(category, answer) for category in shown}
     inline = all(len(source) <= room for source in sources.values())
     _line(console, _cells("", label, names, widths), "bold")
@@ -102,18 +93,18 @@ def _one_report(console: Console, answer: PlanAnswer, report: Report) -> None:
     totals = [unit.of(instant.allocated) for instant in peaks]
     _line(console, _cells("live tensors", label, totals, widths), "bold")
     places = [f"{name} at {instant.where}" for instant, name in zip(peaks, names, strict=True)]
-    _sentence(console, "; ".join(places), "dim")
+    print_sentence(console, "; ".join(places), "dim")
     if not inline:
         console.print()
         for category, source in sources.items():
-            _sentence(console, f"{words.category_words(category)}: {source}", "dim")
+            print_sentence(console, f"{words.category_words(category)}: {source}", "dim")
     console.print()
 
 
 def _side_by_side(console: Console, reports: Sequence[Report]) -> None:
     """Print every phase by category, a column per instrument, and how the first differs from the last."""
     for report in reports:
-        _sentence(console, f"{report.instrument}: {words.INSTRUMENTS[report.instrument]}", "dim")
+        print_sentence(console, f"{report.instrument}: {words.INSTRUMENTS[report.instrument]}", "dim")
     unit = words.unit_for(max(report.footprint.peak.allocated for report in reports))
     heads = [*(report.instrument for report in reports), "difference"]
     widths = [max(len(head), 8) for head in heads]
@@ -176,7 +167,7 @@ def _beyond_tensors(console: Console, report: Report) -> None:
             _line(console, line)
     if host is not None:
         console.print()
-        _sentence(console, f"host memory: {words.host_words(host)}", "bold")
+        print_sentence(console, f"host memory: {words.host_words(host)}", "bold")
         stage, size = host_peak(host)
         for term in host.terms:
             if term.name.startswith(stage) and term.bytes > _SMALLEST_SHARE * size:
@@ -203,5 +194,5 @@ def _advice(console: Console, answer: PlanAnswer) -> None:
     _line(console, "What would lower the peak most (single changes, by estimate)", "bold")
     for advice in answer.advice[:MOST_ADVICE]:
         enough = "; then it fits" if advice.fits and answer.fits is False else ""
-        _sentence(console, f"{' '.join(advice.settings)} {words.advice_words(advice)}{enough}")
-        _sentence(console, f"{advice.does}; costs {advice.costs}", "dim", indent=2 * _INDENT)
+        print_sentence(console, f"{' '.join(advice.settings)} {words.advice_words(advice)}{enough}")
+        print_sentence(console, f"{advice.does}; costs {advice.costs}", "dim", indent=2 * INDENT)

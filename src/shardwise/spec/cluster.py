@@ -20,6 +20,9 @@ NETWORKS = ("ib", "roce", "rdma", "efa", "opa", "eth", "net")
 NVL72 = "nvl72"
 """A network that is NVLink over the machines of a rack."""
 
+CLUSTER_FILES = (".yaml", ".yml", ".json")
+"""Ends of names of files that hold a cluster."""
+
 _COUNT = re.compile(r"\s*([+-]?\d+)\s*[xX\u00d7]\s*(?=\S)")
 _RATE = re.compile(r"([a-z]\w*?)-(\d+x)?\d+", re.IGNORECASE)
 _CARD = re.compile(r"[a-z0-9][\w .()-]*", re.IGNORECASE)
@@ -48,17 +51,18 @@ class Rates(Strict):
 
     products: dict[str, Figure]
     """Dtype (`fp32`, `tf32`, `bf16`, `fp16`, `fp8`) -> FLOPs of dense matrix products. A dtype that is missing has no
-    units of its own; `fp32` is without tensor cores."""
+    units of its own; `fp32` is in full precision, without rounding to tf32."""
     memory: Figure
     """Bytes to and from its own memory."""
     link: Figure
-    """Bytes that one device sends to the others of its node, in one direction."""
+    """Bytes that one device sends to all others of its node together, in one direction; over PCIe as `host`."""
     host: Figure
     """Bytes between device and host memory over PCIe (or what takes its place), in one direction, before headers."""
     peer_to_peer: bool
     """Devices of a node reach each other's memory directly; False: through host memory."""
     achieved: Figure | None = None
-    """Share of `products` in bf16 (fp16 where there is none) that the best large matrix product was measured at."""
+    """Share of `products` in bf16 (fp16 where there is none) that the best large matrix product was measured at; above
+    1 where cards clock higher than their rated boost."""
 
 
 class Gpu(Strict):
@@ -122,6 +126,11 @@ class ClusterText:
         named = _CARD.fullmatch(self.card) is not None and any(char.isdigit() for char in self.card)
         here = len(self.counts) > 0 if self.card.lower() == CPU else named
         return here and len(self.counts) <= 2 and all(count > 0 for count in self.counts)
+
+
+def is_cluster_file(text: str) -> bool:
+    """Tell whether `text` names a file that holds a cluster, and not a card."""
+    return text.strip().lower().endswith(CLUSTER_FILES)
 
 
 def split_cluster(text: str) -> ClusterText:

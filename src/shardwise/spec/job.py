@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from shardwise.spec.cluster import split_cluster
+from shardwise.spec.cluster import is_cluster_file, split_cluster
 from shardwise.spec.layout import (
     AccumulationMode,
     LossHead,
@@ -31,8 +31,8 @@ DETECT = "detect"
 
 
 def _cluster_text(text: str) -> str:
-    if text != DETECT and not split_cluster(text).plausible:
-        raise ValueError("neither detect nor the form of a cluster's name")
+    if text != DETECT and not is_cluster_file(text) and not split_cluster(text).plausible:
+        raise ValueError("neither detect nor the form of a cluster's name, nor a file")
     return text
 
 
@@ -194,8 +194,8 @@ class Job(Strict):
     """Compare ranks while training: steps, norms, adapters' gradients, replicas' weights at checkpoints."""
     cluster: Annotated[str, AfterValidator(_cluster_text)] = DETECT
     """Where it runs: `detect` (all GPUs of this machine, else 2 CPU processes), cards of the catalogue (`8xA10`,
-    `2x8xH100-SXM-80GB ib-8x400`), or `<n>xcpu`. Named cards are what plans are made for; training checks that they are
-    here."""
+    `2x8xH100-SXM-80GB ib-8x400`), a cloud's machines (`2xp5.48xlarge`), `<n>xcpu`, or a file (`cluster.yaml`). Named
+    cards are what plans are made for; training checks that they are here."""
 
     checkpoint: CheckpointChoice = CheckpointChoice()
     """`{every, keep}`, or a number of steps."""

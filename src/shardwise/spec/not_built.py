@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 NEUTRAL = (None, False, "none")
@@ -46,10 +45,3 @@ VALUES: dict[str, dict[str, str]] = {
     ),
 }
 """Key -> value in lower case -> what to do instead."""
-
-_CLUSTER_FILE = re.compile(r"[/\\]|\.(ya?ml|json)$", re.IGNORECASE)
-
-
-def cluster_instead(value: str) -> str:
-    """Return what to do instead of a file as `cluster`; "" when `value` is none."""
-    return "use detect, or name the cards: 8xA10" if _CLUSTER_FILE.search(value) else ""

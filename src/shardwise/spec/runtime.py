@@ -51,7 +51,16 @@ class Runtime(Strict):
     a plain one casts; adapters and other weights may rest in fp32."""
     base_quantization: Quantization | None = None
     """How linear layers of the frozen blocks are stored; None: in the plan's dtype of frozen weights."""
+    attention_kernel: Literal["flash", "triton"] | None = None
+    """What computes fused attention: FlashAttention 2, or FlashAttention 1 written in Triton; None: what torch 2.13
+    chooses on the card."""
+    fp8_linears: bool = False
+    """Matrix products of the blocks' linear layers are in fp8, their inputs cast before; the rest as the plan says."""
     optimizer_bytes: Annotated[float, Field(ge=0)] | None = None
     """Bytes of optimizer states per trained parameter, a master copy included; None: those of the plan's optimizer."""
     step_in_backward: bool = False
     """Every gradient is used up, and freed, as soon as it is there."""
+
+
+SHARDWISE = Runtime()
+"""shardwise itself."""

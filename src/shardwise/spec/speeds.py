@@ -25,6 +25,10 @@ class DeviceSpeeds(Strict):
     """Seconds of one pointwise operation by the bytes that it reads and writes together."""
     issue_s: float = Field(ge=0)
     """Seconds of the host for issuing one operation; on CPUs, of one operation on almost nothing."""
+    post_s: float = Field(default=0.0, ge=0)
+    """Seconds of the host for starting one collective in the background, before it computes on; part of its curve."""
+    slowdown: float = Field(default=1.0, ge=1)
+    """Seconds of a computation while a collective is under way, over its seconds alone."""
 
 
 class CollectiveSpeed(Strict):

@@ -153,13 +153,6 @@ def _implementation(given: Given) -> object:
     return given.value.lower().replace("-", "_") if isinstance(given.value, str) else given.value
 
 
-def _cluster(given: Given) -> object:
-    instead = not_built.cluster_instead(given.value) if isinstance(given.value, str) else ""
-    if instead:
-        raise given.refusal("planning for another machine is not built yet", fix=instead)
-    return given.value
-
-
 _SECTION_READERS: dict[str, Callable[[Given], dict[str, object]]] = {
     "model": _text_section("model.path", "a folder or a hub id"),
     "data": _text_section("data.path", "a file"),
@@ -188,5 +181,4 @@ _FIELD_READERS: dict[str, Callable[[Given], object]] = {
     "prefetch.forward": layout.depth,
     "prefetch.backward": layout.depth,
     "accumulation": layout.accumulation,
-    "cluster": _cluster,
 }

@@ -30,7 +30,8 @@ FIELDS: dict[str, FieldInfo] = {name: info for name, info in Job.model_fields.it
 
 _PATTERNED = {
     "activation_checkpointing": "true, false, full, none, selective, or every_2, every_3, ...",
-    "cluster": "detect, cards (8xA10, 2x8xH100-SXM-80GB ib-8x400), or CPU processes (2xcpu)",
+    "cluster": "detect, cards (8xA10, 2x8xH100-SXM-80GB ib-8x400), machines of a cloud (2xp5.48xlarge), "
+    "CPU processes (2xcpu), or a file (cluster.yaml)",
     "lora_targets": "all_linear, or a list of module names ([q_proj, v_proj])",
     "units.wrap": "a list of class names ([LlamaDecoderLayer])",
 }

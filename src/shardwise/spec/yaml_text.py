@@ -55,8 +55,12 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes what either YAML 1.1 or 1.2 would not read as text."""
 
 
+class _ShortLists(_Dumper):
+    """The same with lists of numbers on one line."""
+
+
 for _name, (_pattern, _first) in _SCALARS.items():
-    for _class in (_Loader, _Dumper):
+    for _class in (_Loader, _Dumper, _ShortLists):
         _class.add_implicit_resolver(_TAG + _name, _pattern, ["" if char == "\0" else char for char in _first])
 _Loader.add_implicit_resolver(_TAG + "merge", re.compile(r"^<<$"), ["<"])
 
@@ -121,9 +125,10 @@ def parse_value(text: str, *, source: str) -> object:
     return wrapped.values["value"]
 
 
-def dump_yaml(values: dict[str, object]) -> str:
-    """Return `values` as YAML that `parse_yaml` reads back equal."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+def dump_yaml(values: dict[str, object], *, short_lists: bool = False) -> str:
+    """Return `values` as YAML that `parse_yaml` reads back equal; with `short_lists` a list of numbers is one line."""
+    dumper = _ShortLists if short_lists else _Dumper
+    return yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def shown(key: str) -> str:
@@ -137,7 +142,14 @@ def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar(_TAG + "str", text, style=style)
 
 
-_Dumper.add_representer(str, _text_node)
+def _list_node(dumper: yaml.SafeDumper, items: list[object]) -> yaml.SequenceNode:
+    numbers = all(isinstance(item, int | float) for item in items)
+    return dumper.represent_sequence(_TAG + "seq", items, flow_style=numbers)
+
+
+for _class in (_Dumper, _ShortLists):
+    _class.add_representer(str, _text_node)
+_ShortLists.add_representer(list, _list_node)
 
 
 def _compose(text: str, source: str) -> yaml.Node | None:

@@ -166,7 +166,8 @@ def _as_rows_mean(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(row: MeasuredRow) -> Cluster:
-    """Return the machines; what a card holds that the catalogue does not know is UNKNOWN_BYTES."""
+    """Return the machines; a run may use a part of one. What a card holds that the catalogue does not know is
+    UNKNOWN_BYTES."""
     gpus, per_node = row.cluster.num_gpus or 1, row.cluster.gpus_per_node or 8
     per_node = min(gpus, per_node)
     if gpus % per_node:
@@ -176,7 +177,13 @@ def _cluster(row: MeasuredRow) -> Cluster:
         card = find_gpu(name)
     except BadInput:
         card = Gpu(name=name, usable=Sourced(bytes=UNKNOWN_BYTES, source="not in the catalogue"))
-    return Cluster(name=f"{gpus // per_node}x{per_node}x{name}", nodes=gpus // per_node, per_node=per_node, gpu=card)
+    return Cluster(
+        name=f"{gpus // per_node}x{per_node}x{name}",
+        nodes=gpus // per_node,
+        per_node=per_node,
+        gpu=card,
+        network=row.cluster.network,
+    )
 
 
 def _lora(given: MeasuredLora | None, model: ModelSpec) -> Lora | None:

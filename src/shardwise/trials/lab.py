@@ -81,7 +81,7 @@ def _why_no_network() -> str:
 
 
 class Lab:
-    """Hosts joined by a switch, each by one full-duplex link of the same rate. A context manager: gone at its end."""
+    """Hosts joined by a switch, each by one full-duplex link. A context manager: gone at its end."""
 
     def __init__(self, *, hosts: int = 2, mbit_per_s: float | None, large_packets: bool = False) -> None:
         """Describe a lab; entering the context builds it.
@@ -124,11 +124,14 @@ class Lab:
             raise RuntimeError("this lab is not open: use it inside `with Lab(...) as lab:`")
         return self._network
 
-    def set_rate(self, mbit_per_s: float | None) -> None:
-        """Change every link's rate at once, open connections included; None lifts the limit."""
+    def set_rate(self, mbit_per_s: float | None, *, host: int | None = None) -> None:
+        """Change every link's rate (or one host's) at once, open connections included; None lifts the limit."""
         _check_rate(mbit_per_s)
-        self._open.shape(mbit_per_s)
-        self.mbit_per_s = mbit_per_s
+        if host is not None and not 0 <= host < self.hosts:
+            raise BadInput(Problem(field="host", value=host, reason="no such host", allowed=f"0 to {self.hosts - 1}"))
+        self._open.shape(mbit_per_s, host=host)
+        if host is None:
+            self.mbit_per_s = mbit_per_s
 
     def counters(self) -> tuple[WireCounters, ...]:
         """Return each host's counters, in the order of hosts."""

@@ -72,6 +72,7 @@ def runtime_of(row: MeasuredRow, model: ModelSpec) -> Runtime:
         fused_norms=plan.compile or kernels or sharding == "fsdp2",
         fused_loss=plan.loss == "fused",
         compiled=plan.compile,
+        fp8_linears=plan.compute_dtype == "fp8",
         reentrant=full and trainer,
         every_second_matmul=plan.activation_checkpointing == "selective_op",
         upcasts_logits=model.model_type not in LOGITS_AS_THEY_ARE,

@@ -73,10 +73,12 @@ class Network:
         _batch(self.switch, [f"link set dev {port} master switch up"])
         _batch(name, [f"address add {address(host)}/24 dev {INTERFACE}", f"link set dev {INTERFACE} up"])
 
-    def shape(self, mbit_per_s: float | None) -> None:
-        """Limit every link, both ways, to a rate in 10^6 bits per second of Ethernet frames; None lifts the limit."""
-        ends = [(name, INTERFACE) for name in self.hosts]
-        ends += [(self.switch, f"port{host}") for host in range(len(self.hosts))]
+    def shape(self, mbit_per_s: float | None, *, host: int | None = None) -> None:
+        """Limit every link (or one host's), both ways, to a rate in 10^6 bits per second of Ethernet frames; None lifts
+        the limit."""
+        shaped = range(len(self.hosts)) if host is None else [host]
+        ends = [(self.hosts[each], INTERFACE) for each in shaped]
+        ends += [(self.switch, f"port{each}") for each in shaped]
         for namespace, device in ends:
             tc = ["tc", "-n", namespace, "qdisc"]
             if mbit_per_s is not None:

@@ -1,4 +1,5 @@
-"""The constants of the prediction fitted anew to measured rows, within their bounds: to all sources, or all but one.
+"""The constants of the memory prediction fitted anew to measured rows, within their bounds: to all sources, or to all
+but one.
 
 What tensors occupy rests on no constant, so rows of `allocated` and `active` have no say. Every source counts the same,
 however many rows it has.
@@ -10,15 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.predict.constants import ALLOCATOR_BUFFERS, ALLOCATOR_FACTOR, CUDA_CONTEXT, NCCL_CHANNEL, Constant
+from shardwise.trials.descent import descend
 from shardwise.trials.figures import TENSORS, Errors, errors
 from shardwise.trials.validate import RowCheck
 
 FITTED: tuple[Constant, ...] = (ALLOCATOR_FACTOR, ALLOCATOR_BUFFERS, CUDA_CONTEXT, NCCL_CHANNEL)
 """Constants that a published peak depends on."""
-
-ROUNDS = 3
-"""Passes over the constants; each looks at STEPS values of one constant, in a range half as wide as the pass before."""
-STEPS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,18 +38,9 @@ def fit(checks: Sequence[RowCheck]) -> dict[str, float]:
     not count; where none is left, the values in use come back.
     """
     rows = [check for check in checks if _rests_on_constants(check)]
-    best = {constant.name: constant.value for constant in FITTED}
     if not rows:
-        return best
-    lowest = _mean_error(rows, best)
-    for turn in range(ROUNDS):
-        for constant in FITTED:
-            for value in _values(constant, best[constant.name], turn):
-                tried = {**best, constant.name: value}
-                error = _mean_error(rows, tried)
-                if error < lowest:
-                    best, lowest = tried, error
-    return best
+        return {constant.name: constant.value for constant in FITTED}
+    return descend(FITTED, lambda values: _mean_error(rows, values))
 
 
 def leave_one_out(checks: Sequence[RowCheck]) -> list[LeftOut]:
@@ -84,10 +73,3 @@ def _mean_error(rows: Sequence[RowCheck], values: Mapping[str, float]) -> float:
     for check in rows:
         sources.setdefault(check.row.family, []).append(abs(_error(check, values)))
     return sum(sum(errors) / len(errors) for errors in sources.values()) / len(sources)
-
-
-def _values(constant: Constant, around: float, turn: int) -> list[float]:
-    """Return the values of a constant that one pass looks at."""
-    width = (constant.high - constant.low) / 2**turn
-    low, high = max(constant.low, around - width / 2), min(constant.high, around + width / 2)
-    return [low + (high - low) * step / (STEPS - 1) for step in range(STEPS)]

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shardwise.predict.constants import GIB
-from shardwise.trials import figures
+from shardwise.trials import figures, throughput_text
 from shardwise.trials.figures import Confusion, Errors
 from shardwise.trials.refit import FITTED, LeftOut, leave_one_out
-from shardwise.trials.validate import COMPARED_WITH, By, RowCheck
+from shardwise.trials.throughput_text import Findings, constants_text, error_table
+from shardwise.trials.validate import By, RowCheck
 
 WORST = 10
 """Rows that the text names as furthest off."""
 
-THROUGHPUT = "not predicted: no model of time yet"
 
+def as_json(checks: Sequence[RowCheck], by: By, throughput: Findings | None = None) -> dict[str, Any]:
+    """Return everything for machines; README of the measurements explains the fields of a row.
 
-def as_json(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
-    """Return everything for machines; README of the measurements explains the fields of a row."""
-    return {"rows": [_row(check) for check in checks], "summary": _summary(checks, by)}
+    Args:
+        checks: Rows with their memory.
+        by: What predicted it.
+        throughput: The same rows with their throughput; None: it was not looked at.
+    """
+    times = {check.row.id: throughput_text.row_as_json(check) for check in throughput.checks} if throughput else {}
+    summary = _summary(checks, by)
+    summary["throughput"] = throughput_text.summary_as_json(throughput) if throughput else None
+    return {"rows": [{**_row(check), "throughput": times.get(check.row.id)} for check in checks], "summary": summary}
 
 
 def _row(check: RowCheck) -> dict[str, Any]:
@@ -40,7 +48,6 @@ def _row(check: RowCheck) -> dict[str, Any]:
         "fits_predicted": check.fits_predicted,
         "skipped_because": check.skipped_because,
         "memory": compared,
-        "throughput": None,
     }
 
 
@@ -61,7 +68,6 @@ def _summary(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
             for left in leave_one_out(checks)
         ],
         "feasibility": asdict(figures.confusion(checks)),
-        "throughput": THROUGHPUT,
     }
 
 
@@ -78,9 +84,12 @@ def skipped(checks: Sequence[RowCheck]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def as_text(checks: Sequence[RowCheck], by: By) -> str:
-    """Return everything for people."""
-    return "\n".join(_lines(checks, by))
+def as_text(checks: Sequence[RowCheck], by: By, throughput: Findings | None = None) -> str:
+    """Return everything for people; arguments as `as_json`."""
+    lines = [*_lines(checks, by)]
+    if throughput is not None:
+        lines += ["", *throughput_text.lines(throughput)]
+    return "\n".join(lines)
 
 
 def _lines(checks: Sequence[RowCheck], by: By) -> Iterator[str]:
@@ -88,11 +97,11 @@ def _lines(checks: Sequence[RowCheck], by: By) -> Iterator[str]:
     yield f"{len(checks)} rows, {compared} with a peak to compare, predicted by {by}"
     yield ""
     yield "peak memory, relative error"
-    yield from _error_table(_overall(checks))
+    yield from error_table(_overall(checks))
     for title, groups in (("by statistic", figures.by_statistic(checks)), ("by source", figures.by_source(checks))):
         yield ""
         yield title
-        yield from _error_table(groups)
+        yield from error_table(groups)
     yield from _leave_one_out(leave_one_out(checks))
     yield from _headline_reserved(checks)
     yield ""
@@ -103,7 +112,6 @@ def _lines(checks: Sequence[RowCheck], by: By) -> Iterator[str]:
     yield ""
     for reason, count in skipped(checks).items():
         yield f"skipped {count}: {reason}"
-    yield f"throughput: {THROUGHPUT}"
 
 
 def _overall(checks: Sequence[RowCheck]) -> dict[str, Errors]:
@@ -117,30 +125,14 @@ def _overall(checks: Sequence[RowCheck]) -> dict[str, Errors]:
     return {name: figure for name, figure in named.items() if figure is not None}
 
 
-def _error_table(groups: Mapping[str, Errors]) -> Iterator[str]:
-    width = max((len(name) for name in groups), default=0)
-    yield f"  {'':{width}}  rows  median     p90    bias"
-    for name, figure in groups.items():
-        yield f"  {name:{width}}  {figure.rows:4}  {figure.median:6.1%}  {figure.p90:6.1%}  {figure.bias:+6.1%}"
-
-
 def _leave_one_out(left: Sequence[LeftOut]) -> Iterator[str]:
     if not left:
         return
     yield ""
     yield "by source, constants fitted without it (statistics that rest on constants)"
-    yield from _error_table({one.source: one.errors for one in left})
+    yield from error_table({one.source: one.errors for one in left})
     for one in left:
-        yield f"  {one.source}: {_constants(one.values)}"
-
-
-def _constants(values: Mapping[str, float]) -> str:
-    by_name = {constant.name: constant for constant in FITTED}
-    texts = []
-    for name, value in values.items():
-        text = f"{value / 2**20:.0f} MiB" if by_name[name].unit == "bytes" else f"{value:.3g}"
-        texts.append(f"{name} {text}")
-    return ", ".join(texts)
+        yield f"  {one.source}: {constants_text(FITTED, one.values)}"
 
 
 def _headline_reserved(checks: Sequence[RowCheck]) -> Iterator[str]:
@@ -190,8 +182,3 @@ def _feasibility(table: Confusion, wrong: Sequence[RowCheck]) -> Iterator[str]:
             f"  {check.row.id} {check.row.measured.outcome}: {check.predicted.peak.allocated / GIB:.2f} GiB in tensors,"
             f" {device.total.value / GIB:.2f}{limit} on the card"
         )
-
-
-def compared_with(statistic: str) -> str:
-    """Return the figure of a prediction that a statistic is held against."""
-    return {str(name): figure for name, figure in COMPARED_WITH.items()}[statistic]

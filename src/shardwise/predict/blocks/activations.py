@@ -11,9 +11,9 @@ from shardwise.predict.blocks.tape import Grads, Tape, Tensor
 def one_operation(tape: Tape, x: Tensor) -> Tensor:
     """SiLU, or GELU in one of its forms: the input is saved."""
     size, item = x.elements, x.item
-    node = tape.node((x,), lambda grad, saved: (tape.new(size, item),))
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=2 * size * item),))
     tape.save(node, x)
-    return tape.new(size, item, node)
+    return tape.new(size, item, node, reads=size * item)
 
 
 def relu(tape: Tape, x: Tensor) -> Tensor:
@@ -58,8 +58,9 @@ def gated(tape: Tape, first: Tensor, second: Tensor) -> Tensor:
     needs = first.needs_grad, second.needs_grad
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        tape.move((3 + sum(needs)) * size * item)
         return tape.new(size, item) if needs[0] else None, tape.new(size, item) if needs[1] else None
 
     node = tape.node((first, second), derivative)
     tape.save(node, first, second)
-    return tape.new(size, item, node)
+    return tape.new(size, item, node, reads=2 * size * item)

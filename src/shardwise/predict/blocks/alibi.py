@@ -31,8 +31,8 @@ def bloom_gelu(tape: Tape, x: Tensor) -> Tensor:
     """`GeLUFunction`: in torch's own operations, of which autograd sees none; the names are those of its code."""
     size, item = x.elements, x.item
 
-    def new(*_: Tensor) -> Tensor:
-        return tape.new(size, item)
+    def new(*read: Tensor) -> Tensor:
+        return tape.new(size, item, reads=max(1, len(read)) * size * item)
 
     def inner() -> Tensor:
         return new(new(), new(new(new())))
@@ -122,4 +122,6 @@ def mpt_attention(scene: Scene, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def filled(tape: Tape, x: Tensor) -> Tensor:
     """`masked_fill` with a mask that all blocks share."""
     size, item = x.elements, x.item
-    return tape.new(size, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+    read = size * (item + 1)
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=read),))
+    return tape.new(size, item, node, reads=read)

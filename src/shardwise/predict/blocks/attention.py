@@ -8,6 +8,7 @@ from shardwise.predict.blocks import ops
 from shardwise.predict.blocks.kernels import ALIGNED, Kernel, kernel_of, scratch, statistics
 from shardwise.predict.blocks.scene import Scene
 from shardwise.predict.blocks.tape import Grads, Tape, Tensor
+from shardwise.predict.work import AttentionWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
     if times == 1:
         return x
     size, item = x.elements, x.item
-    return tape.new(size * times, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=times * size * item),))
+    return tape.new(size * times, item, node, reads=size * item)
 
 
 def fused(scene: Scene, query: Tensor, key: Tensor, value: Tensor, dropout: float, heads_outside: bool) -> Tensor:
@@ -112,6 +114,7 @@ def by_kernel(scene: Scene, kernel: Kernel, query: Tensor, key: Tensor, value: T
     tape, setting, attention, sizes, item = scene.tape, scene.setting, scene.attention, sizes_of(scene), query.item
     needs = [tensor.needs_grad for tensor in (query, key, value)]
     shapes = (query.elements, key.elements, value.elements)
+    flops, moved = executed(scene, kernel, masked), (sum(shapes) + sizes.output) * item
     taken = scratch(
         kernel,
         rows=setting.rows,
@@ -125,6 +128,7 @@ def by_kernel(scene: Scene, kernel: Kernel, query: Tensor, key: Tensor, value: T
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         made = [tape.new(size, item) for size in shapes]
         own = tape.new(taken, 1)
+        tape.attend(AttentionWork(flops * 5 // 2, kernel, True, item, 2 * (moved + taken)))
         del own
         return tuple(grad if wanted else None for grad, wanted in zip(made, needs, strict=True))
 
@@ -135,6 +139,7 @@ def by_kernel(scene: Scene, kernel: Kernel, query: Tensor, key: Tensor, value: T
 
     def make() -> tuple[Tensor, ...]:
         numbers = statistics(kernel, setting.rows, sizes.heads, setting.padded_length)
+        tape.attend(AttentionWork(flops, kernel, False, item, moved))
         return tape.new(sizes.output, item), tape.new(numbers, ops.FLOAT)
 
     made, numbers = tape.keep("attention", 0, make)
@@ -143,11 +148,25 @@ def by_kernel(scene: Scene, kernel: Kernel, query: Tensor, key: Tensor, value: T
     return ops.view(tape, made)
 
 
+def executed(scene: Scene, kernel: Kernel, masked: bool) -> int:
+    """Return the FLOPs of a kernel's forward: two products for every pair of a query and a key that it looks at.
+
+    Beside a mask it looks at all of them; else at those that causality leaves. FlashAttention called as itself is
+    told of windows and lengths, and needs no mask for them.
+    """
+    setting, attention = scene.setting, scene.attention
+    length, window = setting.padded_length, setting.padded_length
+    if setting.attention == "flash_attention_2":
+        masked, window = False, min(length, attention.window or length)
+    pairs = length**2 if masked else window * (window + 1) // 2 + (length - window) * window
+    return 2 * setting.rows * sizes_of(scene).heads * pairs * (attention.head_dim + attention.value_dim)
+
+
 def own_mask(scene: Scene, kernel: Kernel, item: int) -> Tensor:
     """A block's own additive mask, made of the boolean one that all are given."""
     rows, length = scene.setting.rows, scene.setting.padded_length
     wide = -(-length // ALIGNED) * ALIGNED if kernel == "efficient" else length
-    return scene.tape.new(rows * length * wide, item)
+    return scene.tape.new(rows * length * wide, item, reads=rows * length**2)
 
 
 def eager(
@@ -203,9 +222,16 @@ def batched(tape: Tape, a: Tensor, b: Tensor, elements: int, inner: int) -> Tens
     """`bmm`."""
     (m, n), item = (a.elements, b.elements), a.item
     a_needs, b_needs = a.needs_grad, b.needs_grad
+    columns = elements * inner // m
+    batch = n // (inner * columns)
+    rows = m // (inner * batch)
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         left = tape.new(m, item) if a_needs else None
+        if a_needs:
+            tape.product(rows, columns, inner, item, batch)
+        if b_needs:
+            tape.product(inner, rows, columns, item, batch)
         return left, tape.new(n, item) if b_needs else None
 
     node = tape.node((a, b), derivative)
@@ -213,7 +239,12 @@ def batched(tape: Tape, a: Tensor, b: Tensor, elements: int, inner: int) -> Tens
         tape.save(node, a)
     if a_needs:
         tape.save(node, b)
-    (made,) = tape.keep("matmul", inner, lambda: (tape.new(elements, item),))
+
+    def make() -> tuple[Tensor]:
+        tape.product(rows, inner, columns, item, batch)
+        return (tape.new(elements, item),)
+
+    (made,) = tape.keep("matmul", inner, make)
     made.node = node
     return made
 
@@ -232,7 +263,7 @@ def by_formula(
     wide_query, wide_key = ops.cast(tape, query, ops.FLOAT), ops.cast(tape, key, ops.FLOAT)
     wide_value = ops.cast(tape, value, ops.FLOAT)
     scaled = ops.scale(tape, wide_query)
-    mask = own_mask(scene, "math", item) if scene.masked else tape.new(length**2, ops.FLOAT)
+    mask = own_mask(scene, "math", item) if scene.masked else tape.new(length**2, ops.FLOAT, reads=0)
     keys, values = repeat(tape, wide_key, repeats), repeat(tape, wide_value, repeats)
     found = batched(
         tape,
@@ -259,7 +290,7 @@ def _scaled_keys(scene: Scene, keys: Tensor, sizes: Sizes, heads_outside: bool) 
 def safe_softmax(tape: Tape, x: Tensor) -> Tensor:
     """`_safe_softmax`: it looks for rows that are masked altogether."""
     made = ops.by_result(tape, x)
-    masked = tape.new(x.elements, 1)
+    masked = tape.new(x.elements, 1, reads=x.size)
     del masked
     return made
 

@@ -112,6 +112,7 @@ def _embedding(family: Family, layers: Layers, model: ModelSpec, setting: Settin
         forward=forward,
         backward=backward,
         evaluation=live_of(seen.at_peak),
+        work=tape.phases.work(),
     )
 
 
@@ -175,6 +176,7 @@ def _head(
         forward=forward,
         backward=backward,
         evaluation=_evaluated(layers, setting, model.hidden, loss_program(loss, family, model, chunk, output)),
+        work=tape.phases.work(),
     )
 
 

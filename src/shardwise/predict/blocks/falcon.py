@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.predict.blocks import ops, rotary
-from shardwise.predict.blocks.attention import eager_in_place, operation
+from shardwise.predict.blocks.attention import eager_in_place, operation, repeat
 from shardwise.predict.blocks.gpt_like import two_layers
 from shardwise.predict.blocks.scene import Scene
 from shardwise.predict.blocks.tape import Tape, Tensor
@@ -33,6 +33,7 @@ def block(scene: Scene, x: Tensor) -> Tensor:
 def added_in_place(tape: Tape, x: Tensor, other: Tensor) -> Tensor:
     """`x += other`."""
     node = tape.node((x, other), lambda grad, saved: (grad, grad))
+    tape.move(2 * x.size + other.size)
     return Tensor(x.storage, x.elements, x.item, node)
 
 
@@ -62,10 +63,5 @@ def heads_of(scene: Scene, qkv: Tensor, new: bool) -> tuple[Tensor, Tensor, Tens
     key, value = ops.copy(tape, ops.part(tape, qkv, shared)), ops.copy(tape, ops.part(tape, qkv, shared))
     if not new:
         return query, key, value
-    wide = [_repeated(tape, x, heads // kv_heads) for x in (key, value)]
+    wide = [repeat(tape, x, heads // kv_heads) for x in (key, value)]
     return ops.copy(tape, query), wide[0], wide[1]
-
-
-def _repeated(tape: Tape, x: Tensor, times: int) -> Tensor:
-    size, item = x.elements, x.item
-    return tape.new(size * times, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))

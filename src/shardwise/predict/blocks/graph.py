@@ -23,6 +23,11 @@ class Tensor:
         return Tensor(self.storage, self.elements, self.item, viewed=True)
 
     @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.elements * self.item
+
+    @property
     def needs_grad(self) -> bool:
         """Whether a gradient flows into it."""
         return self.node is not None
@@ -36,7 +41,19 @@ Derivative = Callable[[Tensor, list[Tensor]], Grads]
 class Node:
     """One operation in backward."""
 
-    __slots__ = ("derivative", "fits", "grad", "inputs", "kind", "order", "pending", "saved", "seen", "sums_in_place")
+    __slots__ = (
+        "derivative",
+        "fits",
+        "grad",
+        "inputs",
+        "kind",
+        "order",
+        "pending",
+        "saved",
+        "seen",
+        "sums_in_place",
+        "times",
+    )
 
     def __init__(self, order: int, inputs: tuple[Node | None, ...], derivative: Derivative, kind: int) -> None:
         self.order, self.inputs, self.derivative, self.kind = order, inputs, derivative, kind
@@ -45,6 +62,7 @@ class Node:
         self.pending = 0
         self.seen = False
         self.sums_in_place = True
+        self.times = 1
         self.fits: tuple[tuple[int, int], ...] = ()
 
 

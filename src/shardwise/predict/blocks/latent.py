@@ -74,7 +74,7 @@ def expand(scene: Scene, latents: Tensor, key_turns: Tensor) -> tuple[Tensor, Te
 def _expanded(tape: Tape, x: Tensor, times: int) -> Tensor:
     """`expand`: a view; its gradient is summed."""
     size, item = x.elements, x.item
-    node = tape.node((x,), lambda grad, saved: (tape.new(size, item),))
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=times * size * item),))
     return Tensor(x.storage, size * times, item, node)
 
 
@@ -83,11 +83,13 @@ def _written(tape: Tape, base: Tensor, part: Tensor) -> Tensor:
     (whole, size, item), base_needs = (base.elements, part.elements, base.item), base.needs_grad
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
-        copied, cut = tape.new(whole, item), tape.new(size, item)
-        zeros = tape.new(size, item)
+        copied = tape.new(whole, item, reads=whole * item)
+        cut = tape.new(size, item, reads=size * item)
+        zeros = tape.new(size, item, reads=0)
         del zeros
         return copied if base_needs else None, cut
 
+    tape.move(2 * size * item)
     return Tensor(base.storage, whole, item, tape.node((base, part), derivative))
 
 
@@ -138,7 +140,7 @@ def _as_pairs(tape: Tape, x: Tensor) -> Tensor:
 
 def _times_table(tape: Tape, x: Tensor, table: Tensor) -> Tensor:
     """A product of complex numbers; elements are counted as real ones."""
-    size = x.elements
-    node = tape.node((x,), lambda grad, saved: (tape.new(size, ops.FLOAT),))
+    size, read = x.elements, x.elements * ops.FLOAT + table.size
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, ops.FLOAT, reads=read),))
     tape.save(node, table)
-    return tape.new(size, ops.FLOAT, node)
+    return tape.new(size, ops.FLOAT, node, reads=read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.predict.blocks.tape import ACTIVATION, GRADIENT, LOGITS, RECOMPUTED, TEMPORARY
+from shardwise.predict.work import PartWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class PartMemory:
     reaches it."""
     evaluation: Live
     """The highest instant of its forward without gradients."""
+    work: PartWork
+    """What it computes for one micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,11 +32,11 @@ def loss_program(loss: Loss, family: Family, model: ModelSpec, chunk: int, outpu
 
     def decoded(scene: Scene, inputs: list[Tensor]) -> Tensor:
         hidden = scene.norm(family.last_norm, inputs.pop())
-        return split_layers.gathered_sequence(scene, hidden) if scene.setting.sequence_parallel else hidden
+        return split_layers.gathered_sequence(scene, hidden, whole=True) if scene.setting.sequence_parallel else hidden
 
     def logits(scene: Scene, hidden: Tensor) -> Tensor:
         scene.tape.kind = LOGITS
-        return family.logits(scene, scene.project(model.head, hidden))
+        return family.logits(scene, scene.project(model.head, split_layers.sums_gradient(scene, model.head, hidden)))
 
     def eager(scene: Scene, inputs: list[Tensor]) -> Tensor:
         if scene.setting.program.drops_logits:
@@ -51,9 +51,12 @@ def loss_program(loss: Loss, family: Family, model: ModelSpec, chunk: int, outpu
         hidden = decoded(scene, inputs)
         some = trained(scene, hidden)
         total: Tensor | None = None
-        for piece in ops.split(scene.tape, some, pieces(scene, some.elements, chunk * model.hidden)):
+        sizes, whole = pieces(scene, some.elements, chunk * model.hidden), chunk * model.hidden
+        for place, piece in enumerate(ops.split(scene.tape, some, sizes)):
+            scene.tape.times = 1 + (some.elements - sum(sizes)) // whole if place == 1 else 1
             loss = scene.tape.checkpointed(partial(summed, scene, logits, piece, model.vocab), scene.setting.device)
             total = loss if total is None else ops.add(scene.tape, total, loss)
+            scene.tape.times = 1
         assert total is not None
         return total
 
@@ -97,9 +100,9 @@ def cross_entropy(tape: Tape, logits: Tensor, vocab: int) -> Tensor:
 def negative_likelihood(tape: Tape, likely: Tensor, tokens: int) -> Tensor:
     """`nll_loss`: its gradient is as large as the log-probabilities."""
     size, item = likely.elements, likely.item
-    node = tape.node((likely,), lambda grad, saved: (tape.new(size, item),))
+    node = tape.node((likely,), lambda grad, saved: (tape.new(size, item, reads=tokens * ops.WORD),))
     tape.save(node, likely, tape.new(tokens, ops.WORD))
-    return tape.new(1, item, node)
+    return tape.new(1, item, node, reads=tokens * (ops.WORD + item))
 
 
 def trained(scene: Scene, hidden: Tensor) -> Tensor:
@@ -107,9 +110,16 @@ def trained(scene: Scene, hidden: Tensor) -> Tensor:
     tape, setting, size = scene.tape, scene.setting, hidden.elements
     width, item = size // setting.tokens, hidden.item
     tokens = setting.rows * max(setting.length - 1, 1)
-    node = tape.node((hidden,), lambda grad, saved: (tape.new(size, item),))
-    tape.save(node, tape.new(tokens, ops.WORD))
-    return tape.new(tokens * width, item, node)
+    picked = tokens * width * item
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        made = tape.new(size, item, reads=0)
+        tape.move(2 * picked)
+        return (made,)
+
+    node = tape.node((hidden,), derivative)
+    tape.save(node, tape.new(tokens, ops.WORD, reads=tokens * ops.WORD))
+    return tape.new(tokens * width, item, node, reads=picked)
 
 
 def own_vocab(scene: Scene, vocab: int) -> int:
@@ -145,7 +155,7 @@ def of_others(scene: Scene, inputs: list[Tensor], vocab: int) -> Tensor:
 def returned_in_fp32(scene: Scene, logits: Tensor) -> None:
     """accelerate turns what a model under autocast returns into fp32, once the loss is there."""
     if scene.setting.program.autocast and logits.item != ops.FLOAT:
-        scene.tape.new(logits.elements, ops.FLOAT)
+        scene.tape.new(logits.elements, ops.FLOAT, reads=logits.size)
 
 
 def by_kernel(scene: Scene, inputs: list[Tensor], vocab: int) -> Tensor:
@@ -163,10 +173,11 @@ def by_kernel(scene: Scene, inputs: list[Tensor], vocab: int) -> Tensor:
     size, item, in_place = logits.elements, logits.item, not scene.setting.program.compiled
 
     def derivative(_: Tensor, saved: list[Tensor]) -> Grads:
+        tape.move(2 * size * item)
         return (saved[0] if in_place else tape.new(size, item),)
 
     node = tape.node((logits,), derivative)
-    tape.save(node, logits, tape.new(size // vocab, ops.FLOAT))
+    tape.save(node, logits, tape.new(size // vocab, ops.FLOAT, reads=size * item))
     returned_in_fp32(scene, whole)
     return tape.new(1, ops.FLOAT, node)
 
@@ -179,6 +190,8 @@ def liger(scene: Scene, hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
     piece = 1 << (max(-(-tokens // pieces), 1) - 1).bit_length()
 
     def derivative(_: Tensor, saved: list[Tensor]) -> Grads:
+        for made in saved:
+            tape.move(2 * made.size)
         return saved[0], saved[1] if len(saved) > 1 else None
 
     node = tape.node((hidden, weight), derivative)
@@ -191,4 +204,18 @@ def liger(scene: Scene, hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
         wide = tape.new(weight.elements, ops.FLOAT)
         del product, wide
     del logits
+    for rows, tape.times in ((piece, tokens // piece), (tokens % piece, 1)):
+        if rows and tape.times:
+            _liger_piece(tape, rows, width, vocab, item, trains=weight.needs_grad)
+    tape.times = 1
     return tape.new(1, ops.FLOAT, node)
+
+
+def _liger_piece(tape: Tape, rows: int, width: int, vocab: int, item: int, *, trains: bool) -> None:
+    """Count what is done for some tokens: logits, their gradient in place of them, what both halves of it give."""
+    tape.product(rows, width, vocab, item)
+    tape.move(3 * rows * vocab * item)
+    tape.product(rows, vocab, width, item)
+    if trains:
+        tape.product(vocab, rows, width, item)
+        tape.move(vocab * width * (item + 2 * ops.FLOAT))

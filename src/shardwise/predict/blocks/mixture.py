@@ -107,26 +107,43 @@ def router(scene: Scene, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def top(tape: Tape, scores: Tensor, elements: int) -> tuple[Tensor, Tensor]:
     """`topk`, and the quotients of its values by their sum."""
     size, item = scores.elements, scores.item
-    node = tape.node((scores,), lambda grad, saved: (tape.new(size, item),))
-    values, chosen = tape.new(elements, item, node), tape.new(elements, ops.WORD)
+    picked_bytes = elements * (item + ops.WORD)
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        made = tape.new(size, item, reads=0)
+        tape.move(2 * picked_bytes)
+        return (made,)
+
+    node = tape.node((scores,), derivative)
+    values, chosen = tape.new(elements, item, node, reads=size * item + elements * ops.WORD), _numbers(tape, elements)
     tape.save(node, chosen)
     return values, chosen
+
+
+def _numbers(tape: Tape, elements: int) -> Tensor:
+    """Numbers that an operation gives beside its values."""
+    return tape.new(elements, ops.WORD)
 
 
 def experts(scene: Scene, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """`grouped_mm_experts_forward`."""
     tape, mlp = scene.tape, scene.mlp
     pairs, width = chosen.elements, hidden.elements // scene.tokens
-    numbers, order = tape.new(pairs, ops.WORD), tape.new(pairs, ops.WORD)
-    selected = picked(tape, hidden, pairs * width, tape.new(pairs, ops.WORD))
+    word, experts_there = pairs * ops.WORD, mlp.experts
+    numbers, order = tape.new(pairs, ops.WORD, reads=2 * word), _numbers(tape, pairs)
+    selected = picked(tape, hidden, pairs * width, tape.new(pairs, ops.WORD, reads=word))
     sorted_weights = picked(tape, weights, pairs, order)
-    counted = tape.new(pairs, ops.FLOAT if scene.setting.device == "cpu" else _SHORT)
+    counted = tape.new(pairs, ops.FLOAT if scene.setting.device == "cpu" else _SHORT, reads=word)
+    tape.move(counted.size + experts_there * ops.FLOAT)
+    tape.move(2 * experts_there * ops.FLOAT)
     up = scene.parameter("mlp.experts.gate_up_proj")
-    made = grouped(tape, selected, up, pairs * 2 * mlp.width, width)
+    made = grouped(tape, selected, up, pairs * 2 * mlp.width, width, experts_there)
     made = gate(scene, made)
-    made = grouped(tape, made, scene.parameter("mlp.experts.down_proj"), pairs * width, mlp.width)
+    made = grouped(tape, made, scene.parameter("mlp.experts.down_proj"), pairs * width, mlp.width, experts_there)
     weighted = ops.mul(tape, made, sorted_weights)
-    back = tape.new(pairs, ops.WORD)
+    back = tape.new(pairs, ops.WORD, reads=word)
+    for _step in ("empty order", "numbers in order"):
+        tape.move(word)
     weighted = picked(tape, weighted, weighted.elements, back)
     final = summed(tape, weighted, hidden.elements)
     del numbers, order, counted
@@ -143,18 +160,35 @@ def gate(scene: Scene, both: Tensor) -> Tensor:
 def picked(tape: Tape, x: Tensor, elements: int, index: Tensor) -> Tensor:
     """`x[index]`: the index is saved; gradients are added up in zeros."""
     size, item = x.elements, x.item
-    node = tape.node((x,), lambda grad, saved: (tape.new(size, item),))
+    moved = 2 * elements * item + index.size
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        made = tape.new(size, item, reads=0)
+        tape.move(moved)
+        return (made,)
+
+    node = tape.node((x,), derivative)
     tape.save(node, index)
-    return tape.new(elements, item, node)
+    return tape.new(elements, item, node, reads=moved - elements * item)
 
 
-def grouped(tape: Tape, x: Tensor, weight: Tensor, elements: int, inner: int) -> Tensor:
-    """`grouped_mm`: each token with the weight of its expert."""
+def grouped(tape: Tape, x: Tensor, weight: Tensor, elements: int, inner: int, experts: int) -> Tensor:
+    """`grouped_mm`: each token with the weight of its expert.
+
+    As work, experts get equal numbers of tokens, rounded up.
+    """
     (size, item), weight_size, target = (x.elements, x.item), weight.elements, weight.node
     x_needs, weight_needs = x.needs_grad, weight.needs_grad
+    pairs = size // inner
+    columns, busy = elements // pairs, min(experts, pairs)
+    rows = -(-pairs // busy)
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         into = tape.new(size, item) if x_needs else None
+        if x_needs:
+            tape.product(rows, columns, inner, item, busy)
+        if weight_needs:
+            tape.product(inner, rows, columns, item, busy)
         return into, tape.gradient(target, weight_size, item).view() if weight_needs else None
 
     node = tape.node((x, weight), derivative)
@@ -162,7 +196,12 @@ def grouped(tape: Tape, x: Tensor, weight: Tensor, elements: int, inner: int) ->
         tape.save(node, x)
     if x_needs:
         tape.save(node, weight)
-    (made,) = tape.keep("matmul", inner, lambda: (tape.new(elements, item),))
+
+    def make() -> tuple[Tensor]:
+        tape.product(rows, inner, columns, item, busy)
+        return (tape.new(elements, item),)
+
+    (made,) = tape.keep("matmul", inner, make)
     made.node = node
     return made
 
@@ -170,4 +209,5 @@ def grouped(tape: Tape, x: Tensor, weight: Tensor, elements: int, inner: int) ->
 def summed(tape: Tape, x: Tensor, elements: int) -> Tensor:
     """The sum over the experts of each token; its gradient is copied for each of them."""
     size, item = x.elements, x.item
-    return tape.new(elements, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=elements * item),))
+    return tape.new(elements, item, node, reads=size * item)

@@ -59,15 +59,18 @@ def layer_plus_one(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, d
 
 def _one_operation(tape: Tape, x: Tensor, parameters: tuple[Tensor, ...], *, statistics: int, item: int) -> Tensor:
     size, x_item, x_needs, weight = x.elements, x.item, x.needs_grad, parameters[0]
+    moved = 2 * x.size + sum(parameter.size for parameter in parameters)
     sizes = [(parameter.node, parameter.elements, parameter.item) for parameter in parameters]
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         of_x = tape.new(size, x_item) if x_needs else None
+        tape.move(moved + (size * x_item if x_needs else 0))
         return (of_x, *(tape.gradient(to, size, item) if to is not None else None for to, size, item in sizes))
 
     node = tape.node((x, *parameters), derivative)
     tape.save(node, x, weight)
     made = tape.new(size, x_item, node)
+    tape.move(moved)
     tape.save(node, tape.new(statistics * (size // weight.elements), item))
     return made
 
@@ -75,15 +78,22 @@ def _one_operation(tape: Tape, x: Tensor, parameters: tuple[Tensor, ...], *, sta
 def mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
     """The mean of every row."""
     size, item = x.elements, x.item
-    return tape.new(rows, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=rows * item),))
+    return tape.new(rows, item, node, reads=size * item)
 
 
 def rsqrt(tape: Tape, x: Tensor) -> Tensor:
     """`torch.rsqrt(x + epsilon)`."""
     shifted = ops.plus_number(tape, x)
     size, item = x.elements, x.item
-    node = tape.node((shifted,), lambda grad, saved: (tape.new(size, item),))
-    made = tape.new(size, item, node)
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        for _step in ("third power", "its product with a number"):
+            tape.move(2 * size * item)
+        return (tape.new(size, item, reads=2 * size * item),)
+
+    node = tape.node((shifted,), derivative)
+    made = tape.new(size, item, node, reads=size * item)
     tape.save(node, made)
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.predict.blocks import activations, norms, ops, split_layers
 from shardwise.predict.blocks.setting import Layers, Setting
 from shardwise.predict.blocks.tape import UNCOUNTED, Storage, Tape, Tensor
+from shardwise.predict.quantized import packed_bytes
 
 
 class Scene:
@@ -45,7 +46,7 @@ class Scene:
             return split_layers.project(self, name, x)
         tape, item, autocast = self.tape, self.setting.item, self.setting.program.autocast
         bias = self.parameter(f"{name}.bias") if site.bias else None
-        packed = self._is_packed(f"{name}.weight")
+        packed = self._packed(f"{name}.weight")
         taken = ops.cast(tape, x, item) if autocast else x
         weight = self.parameter(f"{name}.weight")
         result = ops.linear(tape, taken, weight, bias, inputs=site.inputs, flat=flat, packed=packed)
@@ -62,11 +63,13 @@ class Scene:
         del dropped
         return ops.add(tape, result, ops.scale(tape, ops.linear(tape, low, b, inputs=site.rank, flat=flat)))
 
-    def _is_packed(self, weight: str) -> bool:
-        """Whether a matrix is quantised: frozen ones of blocks are."""
-        if self.setting.program.base_quantization is None or weight in self.layers.trained:
-            return False
-        return any(tensor.name == weight for tensor in self.layers.kind.tensors)
+    def _packed(self, weight: str) -> int:
+        """Return the bytes of a quantised matrix: frozen ones of blocks are; 0 where it is not."""
+        kind = self.setting.program.base_quantization
+        if kind is None or weight in self.layers.trained:
+            return 0
+        found = next((tensor for tensor in self.layers.kind.tensors if tensor.name == weight), None)
+        return packed_bytes(found.shape[0], found.shape[-1], kind) if found is not None else 0
 
     def enter(self, part: str, x: Tensor) -> Tensor:
         """What a part of the block (`self_attn`, `mlp`) works on, of what it is given."""

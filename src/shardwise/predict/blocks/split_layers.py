@@ -88,47 +88,72 @@ def summed(scene: Scene, x: Tensor) -> Tensor:
 
 def tape_sum(tape: Tape, x: Tensor) -> Tensor:
     """An all-reduce: a new tensor; gradients are whole already."""
+    tape.exchange("all_reduce", x.size)
     return tape.new(x.elements, x.item, tape.node((x,), lambda grad, saved: (grad,)))
 
 
 def summed_back(tape: Tape, x: Tensor) -> Tensor:
     """x, whose gradient is all-reduced."""
     size, item = x.elements, x.item
-    return Tensor(x.storage, size, item, tape.node((x,), lambda grad, saved: (tape.new(size, item),)))
+
+    def derivative(_: Tensor, __: list[Tensor]) -> Grads:
+        tape.exchange("all_reduce", size * item)
+        return (tape.new(size, item),)
+
+    return Tensor(x.storage, size, item, tape.node((x,), derivative))
 
 
 def divided_back(tape: Tape, x: Tensor) -> Tensor:
     """x, whose gradient, whole on every rank, is made a part of a sum."""
-    return summed_back(tape, x)
+    size, item = x.elements, x.item
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=size * item),))
+    return Tensor(x.storage, size, item, node)
 
 
-def gathered_sequence(scene: Scene, x: Tensor) -> Tensor:
-    """All parts of the sequence; the gradient is summed and scattered."""
+def sums_gradient(scene: Scene, name: str, x: Tensor) -> Tensor:
+    """What the head is given: where a column of it gives this rank's logits, its gradient is summed over the ranks."""
+    tape, site = scene.tape, scene.layers.sites[name]
+    if site.word not in COLUMN:
+        return x
+
+    def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        tape.exchange("all_reduce", grad.size)
+        return (grad,)
+
+    return Tensor(x.storage, x.elements, x.item, tape.node((x,), derivative))
+
+
+def gathered_sequence(scene: Scene, x: Tensor, *, whole: bool = False) -> Tensor:
+    """All parts of the sequence; the gradient is summed and scattered, or, `whole` on every rank, cut."""
     tape, size, item, ranks = scene.tape, x.elements, x.item, scene.setting.tensor
 
     def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
-        pieces = tape.new(grad.elements, grad.item)
-        made = tape.new(size, item)
+        pieces = tape.new(grad.elements, grad.item, reads=None if whole else grad.size)
+        made = tape.new(size, item, reads=size * item if whole else None)
+        if not whole:
+            tape.exchange("reduce_scatter", size * ranks * item)
         del pieces
         return (made,)
 
     node = tape.node((x,), derivative)
     pieces = tape.new(size * ranks, item)
-    made = tape.new(size * ranks, item, node)
+    tape.exchange("all_gather", size * ranks * item)
+    made = tape.new(size * ranks, item, node, reads=size * ranks * item)
     del pieces
     return made
 
 
 def own_part(scene: Scene, x: Tensor) -> Tensor:
     """This rank's part of a whole tensor; the gradient is gathered."""
-    tape, size, item = scene.tape, x.elements, x.item
-    return tape.new(size // scene.setting.tensor, item, _gathered_back(tape, x))
+    size = x.elements // scene.setting.tensor
+    return scene.tape.new(size, x.item, _gathered_back(scene.tape, x), reads=size * x.item)
 
 
 def _scattered_sum(scene: Scene, x: Tensor) -> Tensor:
     tape, size, item = scene.tape, x.elements, x.item
     node = _gathered_back(tape, x)
-    pieces = tape.new(size, item)
+    pieces = tape.new(size, item, reads=size * item)
+    tape.exchange("reduce_scatter", size * item)
     made = tape.new(size // scene.setting.tensor, item, node)
     del pieces
     return made
@@ -140,7 +165,8 @@ def _gathered_back(tape: Tape, x: Tensor) -> Node | None:
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
         pieces = tape.new(size, item)
-        made = tape.new(size, item)
+        tape.exchange("all_gather", size * item)
+        made = tape.new(size, item, reads=size * item)
         del pieces
         return (made,)
 
@@ -150,8 +176,9 @@ def _gathered_back(tape: Tape, x: Tensor) -> Node | None:
 def _gathered_last(scene: Scene, x: Tensor) -> Tensor:
     """All outputs; the gradient is cut to this rank's."""
     tape, size, item, ranks = scene.tape, x.elements, x.item, scene.setting.tensor
-    node = tape.node((x,), lambda grad, saved: (tape.new(size, item),))
+    node = tape.node((x,), lambda grad, saved: (tape.new(size, item, reads=size * item),))
     pieces = tape.new(size * ranks, item)
-    made = tape.new(size * ranks, item, node)
+    tape.exchange("all_gather", size * ranks * item)
+    made = tape.new(size * ranks, item, node, reads=size * ranks * item)
     del pieces
     return made

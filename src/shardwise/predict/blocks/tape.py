@@ -26,6 +26,7 @@ from shardwise.predict.blocks.graph import (
     Tensor,
     count,
 )
+from shardwise.predict.blocks.record import Phases
 from shardwise.predict.blocks.storage import (
     ACTIVATION,
     GRADIENT,
@@ -36,6 +37,8 @@ from shardwise.predict.blocks.storage import (
     Memory,
     Storage,
 )
+from shardwise.predict.work import AttentionWork
+from shardwise.spec.speeds import TimedKind
 
 __all__ = [
     "ACTIVATION",
@@ -58,7 +61,10 @@ _RANDOM_STATE = 5056
 
 
 class Tape:
-    """The state of one walk: memory, the order of nodes, and what happens to saved tensors."""
+    """The state of one walk: memory, the order of nodes, what happens to saved tensors, and what is done.
+
+    `times`: how many equal parts of the program the one at work stands for. They count as work, not as memory.
+    """
 
     def __init__(self, memory: Memory, *, recording: bool = True, sums_in_place: bool = True) -> None:
         self.memory = memory
@@ -70,17 +76,54 @@ class Tape:
         self.stays = 0
         self.region: Region | None = None
         self.keeps: Callable[[str, int, int], bool] | None = None
+        self.times = 1
+        self.phases = Phases()
+        self.doing = self.phases.forward
         self._order = 0
 
-    def new(self, elements: int, item: int, node: Node | None = None, kind: int | None = None) -> Tensor:
-        """Allocate a tensor of `elements` of `item` bytes, made by `node`."""
+    def new(
+        self,
+        elements: int,
+        item: int,
+        node: Node | None = None,
+        kind: int | None = None,
+        *,
+        reads: int | None = None,
+    ) -> Tensor:
+        """Allocate a tensor of `elements` of `item` bytes, made by `node`.
+
+        `reads`: it is written by a pointwise operation or a reduction that reads so many bytes; None: by none, or by
+        one that is counted otherwise.
+        """
+        if reads is not None:
+            self.move(reads + elements * item)
         kind = self.kind if kind is None else kind
         return Tensor(Storage(self.memory, elements * item, kind), elements, item, node)
 
-    def gradient(self, weight: Node | None, elements: int, item: int) -> Tensor:
+    def move(self, size: int) -> None:
+        """Count a pointwise operation, reduction or copy that reads and writes `size` bytes."""
+        moves = self.doing.moves
+        moves[size] = moves.get(size, 0) + self.times
+
+    def product(self, rows: int, inner: int, columns: int, item: int, batch: int = 1) -> None:
+        """Count a matrix product."""
+        products, sizes = self.doing.products, (rows, inner, columns, item, batch)
+        products[sizes] = products.get(sizes, 0) + self.times
+
+    def attend(self, call: AttentionWork) -> None:
+        """Count a call of an attention kernel."""
+        attention = self.doing.attention
+        attention[call] = attention.get(call, 0) + self.times
+
+    def exchange(self, kind: TimedKind, size: int) -> None:
+        """Count a collective over the tensor axis, of a payload of `size` bytes."""
+        exchanges = self.doing.exchanges
+        exchanges[kind, size] = exchanges.get((kind, size), 0) + self.times
+
+    def gradient(self, weight: Node | None, elements: int, item: int, *, reads: int | None = None) -> Tensor:
         """Allocate the gradient of a weight: as such from its birth, unless it is still to be added to others."""
         own = isinstance(weight, Leaf) and weight.pending == 1 and weight.grad is None and not weight.adds
-        return self.new(elements, item, kind=GRADIENT if own else None)
+        return self.new(elements, item, kind=GRADIENT if own else None, reads=reads)
 
     def parameter(self, elements: int, item: int, *, trains: bool) -> Tensor:
         """Return a parameter, whose bytes are not counted here; its gradient's are."""
@@ -96,6 +139,7 @@ class Tape:
             return None
         self._order += 1
         made = Node(self._order, nodes, derivative, self.kind)
+        made.times = self.times
         made.sums_in_place = self.sums_in_place and not self.distributed
         return made
 
@@ -164,6 +208,7 @@ class Tape:
 
     def backward(self, root: Node, elements: int, item: int) -> None:
         """Send a gradient of `elements` of `item` bytes back from `root` through everything that leads to it."""
+        self.doing = self.phases.backward
         count(root)
         root.grad = self.new(elements, item)
         root.grad.storage.waiting = 1
@@ -172,6 +217,8 @@ class Tape:
         while ready:
             node = heappop(ready)[2]
             if isinstance(node, Leaf):
+                if node.adds and node.grad is not None:
+                    self.move(3 * node.grad.elements * node.grad.item)
                 node.arrive()
                 continue
             outputs = self._run(node)
@@ -200,6 +247,7 @@ class Tape:
         grad, node.grad = node.grad, None
         assert grad is not None
         grad.storage.waiting -= 1
+        self.times = node.times
         saved = [self._unpack(one) for one in node.saved]
         self.kind = node.kind
         outputs = list(node.derivative(grad, saved))
@@ -209,9 +257,9 @@ class Tape:
         for place, (elements, item) in enumerate(node.fits):
             made = outputs[place]
             if made is not None and made.elements != elements:
-                outputs[place] = made = self.new(elements, made.item)
+                outputs[place] = made = self.new(elements, made.item, reads=made.elements * made.item)
             if made is not None and made.item != item:
-                outputs[place] = self.new(elements, item)
+                outputs[place] = self.new(elements, item, reads=elements * made.item)
             made = None
         node.saved.clear()
         return outputs
@@ -232,6 +280,7 @@ class Tape:
         region.again = []
         region.asked = 0
         before, self.region = self.region, region
+        doing, self.doing = self.doing, self.phases.again
         try:
             output = region.run()
             if region.reentrant and isinstance(output, Tensor):
@@ -240,7 +289,7 @@ class Tape:
         except AllThere:
             pass
         finally:
-            self.region = before
+            self.region, self.doing = before, doing
 
     def _add(self, target: Node, made: Tensor) -> None:
         """Let a gradient wait in front of its node; two that meet there are added."""
@@ -252,6 +301,7 @@ class Tape:
             target.grad = made
             return
         made.storage.waiting -= 1
+        self.move((2 * waiting.item + made.item) * waiting.elements)
         if waiting.storage.waiting == 1 and not waiting.viewed and target.sums_in_place:
             return
         waiting.storage.waiting -= 1

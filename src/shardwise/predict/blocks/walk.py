@@ -77,6 +77,7 @@ def walk(
         forward=forward,
         backward=backward,
         evaluation=evaluate(program, layers, setting, beside),
+        work=tape.phases.work(),
     )
 
 

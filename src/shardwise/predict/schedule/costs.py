@@ -7,6 +7,10 @@ from typing import Literal
 
 from shardwise.spec.layout import AccumulationMode
 
+Rules = Literal["nccl", "gloo", "fsdp1", "ddp"]
+"""`nccl`: FSDP2 on GPUs; `gloo`: FSDP2 on CPUs; `fsdp1`: PyTorch's first FSDP on GPUs; `ddp`: whole weights, gradients
+reduced as they come."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCosts:
@@ -29,15 +33,23 @@ class UnitCosts:
     regather: float = 0.0
     """Its all-gather in backward; 0: its weights are still there, or backward does not need them."""
     copy_out: float = 0.0
-    """Taking its weights out of a gather's buffer, on the compute lane."""
+    """Taking its weights out of a gather's buffer in forward, on the compute lane. Over a shard axis of one rank, where
+    nothing is gathered, copying its weights."""
+    recopy_out: float = 0.0
+    """The same in backward; 0: its weights are still there, or backward does not need them."""
     reduce_copy_in: float = 0.0
     """Putting its gradients into a reduction's buffer, on the compute lane; 0: nothing trains."""
     reduce: float = 0.0
     """Its reduce-scatter, on the wire; 0: nothing is reduced over the shard axis."""
+    reduce_sum: float = 0.0
+    """On CPUs: adding up what came from other ranks, on the main thread, when a reduction is finished."""
     all_reduce: float = 0.0
     """Its all-reduce over the replicas."""
     store: float = 0.0
     """Taking its reduced gradients to the host."""
+    travel: float = 0.0
+    """Taking what its forward has saved to the host; as much to bring it back. It leaves while the next unit computes,
+    and comes back from the beginning of the next unit's backward."""
 
     @property
     def trains(self) -> bool:
@@ -83,6 +95,8 @@ class UpdateCosts:
     """The optimizer, on the device."""
     host_update: float = 0.0
     """The optimizer on the host."""
+    gather: float = 0.0
+    """Gathering all updated weights, where optimizer states are sharded and weights are not (ZeRO-2), on the wire."""
     fetch: float = 0.0
     """Optimizer states brought from the host for the update, where they rest there and the update is the device's."""
     store: float = 0.0
@@ -101,9 +115,8 @@ class StepCosts:
     """The root unit."""
     update: UpdateCosts
     """What ends the step."""
-    rules: Literal["nccl", "gloo", "fsdp1", "ddp"]
-    """`nccl`: FSDP2 on GPUs; `gloo`: FSDP2 on CPUs; `fsdp1`: PyTorch's first FSDP on GPUs; `ddp`: whole weights,
-    gradients all-reduced in buckets as they come."""
+    rules: Rules
+    """How it is ordered."""
     ahead: tuple[tuple[int, ...], ...]
     """Places of the units that unit i gathers ahead in forward, nearest first; the last entry is the root's."""
     behind: tuple[tuple[int, ...], ...]
@@ -114,6 +127,8 @@ class StepCosts:
     """Reductions in flight before backward waits for the oldest."""
     separate_group: bool = False
     """Reductions have a communicator of their own; else gathers and reductions take turns on one, as issued."""
+    regather_group: bool = False
+    """Gathers in backward have one of their own: resharding by an integer gathers inside a smaller group."""
     background_gathers: bool = True
     """On CPUs: gathers run beside the main thread."""
     background_reductions: bool = True
@@ -122,5 +137,10 @@ class StepCosts:
     """Forwards and backwards per step."""
     mode: AccumulationMode = "reduce_each"
     """What is reduced before the last micro-batch."""
+    adding: float = 0.0
+    """On CPUs: adding up shards of gradients of several micro-batches, on the main thread, after each backward but the
+    first."""
+    post: float = 0.0
+    """On CPUs: starting one collective in the background, on the main thread."""
     slowdown: float = 1.0
     """Factor on computing while a collective is under way: it takes multiprocessors (GPUs) or cores (CPUs)."""

@@ -1,0 +1,137 @@
+"""Write what docs/scaling.md and docs/timeline.md show of the estimate: python docs/make_scaling.py
+
+Each part of a page stands between two comments that name it; the rest of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwise.catalogue.clusters import find_cluster
+from shardwise.catalogue.models import find_model
+from shardwise.planner.advice import by_estimate
+from shardwise.planner.by_shape import Planned, plan_by_shape
+from shardwise.planner.scaling import rows_per_gpu, scale
+from shardwise.predict.throughput import throughput_of
+from shardwise.report.answer import PlanAnswer
+from shardwise.report.scaling_table import ScalingLine, bend_words, print_scaling
+from shardwise.report.timeline_table import print_step
+from shardwise.spec.reader import read_job
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MODEL = "qwen-7b"
+MACHINE = "8xA100-80GB"
+"""NVLink of 300 GB/s per direction and card, as the article says."""
+NETWORKS = {"eth-80": "10 GB/s", "eth-200": "25 GB/s"}
+"""Network as typed -> the article's figure; of a machine, in one direction."""
+SETTINGS = ("fsdp=FULL_SHARD", "mixed_precision=bf16", "activation_checkpointing=true", "seq_len=2048")
+METHODS = {"all weights": (), "LoRA, rank 64": ("use_lora=true", "lora_rank=64")}
+MICRO_BATCHES = (1, 4)
+CARDS = (8, 16)
+
+SWEEP = "8xA100-80GB eth-200"
+SWEPT = tuple(8 * 2**power for power in range(10))
+WIDTH = 100
+
+
+def planned(cluster: str, *settings: str, micro_batch: int = 1) -> Planned:
+    """Return the article's model on some machines."""
+    machines = find_cluster(cluster)
+    batch = (f"micro_batch={micro_batch}", f"global_batch={micro_batch * machines.world}")
+    job = read_job(None, [f"model={MODEL}", *SETTINGS, *batch, *settings], needs_data=False)
+    return plan_by_shape(job, find_model(MODEL), machines)
+
+
+def article() -> Iterator[str]:
+    """Yield what becomes of 8 cards when they are 16, on the article's two networks."""
+    lines = {
+        (method, network, rows): scale(planned(f"{MACHINE} {network}", *settings, micro_batch=rows), CARDS)
+        for method, settings in METHODS.items()
+        for network in NETWORKS
+        for rows in MICRO_BATCHES
+    }
+    titles = [line.title for line in next(iter(lines.values()))]
+    yield "| trains | between machines | rows of a card | " + " | ".join(titles) + " |"
+    yield "|---" * (len(titles) + 3) + "|"
+    for (method, network, rows), found in lines.items():
+        cells = " | ".join(_cell(line) for line in found)
+        yield f"| {method} | {NETWORKS[network]} (`{network}`) | {rows} | {cells} |"
+    yield ""
+    yield "Where it bends, and why, with 1 row a card and all weights trained:"
+    yield ""
+    method = next(iter(METHODS))
+    for network, rate in NETWORKS.items():
+        for line in lines[method, network, 1]:
+            yield f"- {rate}, {line.title}: {bend_words(line)}."
+    yield ""
+
+
+def _cell(line: ScalingLine) -> str:
+    small, large = (point.throughput for point in line.points)
+    if small is None or large is None:
+        return next(point.refused for point in line.points if point.refused)
+    gain = large.tokens_per_s / small.tokens_per_s
+    return f"{small.tokens_per_s:,.0f} to {large.tokens_per_s:,.0f}: **{gain:.2f}x**"
+
+
+def sweep() -> Iterator[str]:
+    """Yield the answer from one machine to 512."""
+    base = planned(SWEEP)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, soft_wrap=True)
+    print_scaling(console, scale(base, SWEPT), float(rows_per_gpu(base)))
+    yield "```text"
+    yield from (line.rstrip() for line in text.getvalue().splitlines())
+    yield "```"
+
+
+def step() -> Iterator[str]:
+    """Yield the step section of two machines."""
+    plan = planned(f"2x{MACHINE} eth-200", micro_batch=4)
+    report = by_estimate(plan)
+    assert report.timeline is not None
+    answer = PlanAnswer(
+        job=plan.job,
+        workload=plan.workload,
+        cluster=plan.cluster,
+        plan=plan.plan,
+        units=plan.units,
+        reports=(report,),
+        advice=(),
+        throughput=throughput_of(report.timeline, plan.workload, plan.plan, plan.cluster),
+    )
+    text = io.StringIO()
+    print_step(Console(file=text, width=WIDTH, soft_wrap=True), answer)
+    yield "```text"
+    yield from (line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+    yield "```"
+
+
+PAGES: dict[Path, dict[str, Callable[[], Iterator[str]]]] = {
+    ROOT / "docs" / "scaling.md": {"article": article, "sweep": sweep},
+    ROOT / "docs" / "timeline.md": {"step": step},
+}
+"""Page -> name of a part -> what makes its lines."""
+
+
+def page(path: Path) -> str:
+    """Return a page with its parts made anew."""
+    text = path.read_text(encoding="utf-8")
+    for name, make in PAGES[path].items():
+        begin, end = f"<!-- made: {name} -->\n", f"<!-- end: {name} -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        assert found, f"{path.name} has no {begin!r}"
+        assert closed, f"{path.name} has no {end!r}"
+        text = before + begin + "\n" + "\n".join(make()).strip() + "\n\n" + end + after
+    return text
+
+
+if __name__ == "__main__":
+    for target in PAGES:
+        target.write_text(page(target), encoding="utf-8")

@@ -1,0 +1,106 @@
+"""How much of the communication is exposed: what a Timeline says beside its spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.predict.schedule.lanes import Gap, Interval, Lanes
+from shardwise.spec.timeline import COMMUNICATION, Lane, Span, Timeline, Wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """Seconds of a stretch of a step."""
+
+    worked: dict[Lane, float]
+    """In which each lane works."""
+    exposed: dict[Lane, float]
+    """In which each lane of communication works and nothing is computed."""
+    exposed_s: float
+    """In which any of them does and nothing is computed."""
+    communication_s: float
+    """In which any of them works."""
+
+    def plus(self, other: Totals, times: int) -> Totals:
+        """Return these and some times others."""
+        return Totals(
+            worked={lane: seconds + times * other.worked[lane] for lane, seconds in self.worked.items()},
+            exposed={lane: seconds + times * other.exposed[lane] for lane, seconds in self.exposed.items()},
+            exposed_s=self.exposed_s + times * other.exposed_s,
+            communication_s=self.communication_s + times * other.communication_s,
+        )
+
+
+def totals(lanes: Lanes, gaps: Sequence[Gap], begins: float, ends: float, worked: dict[Lane, float]) -> Totals:
+    """Return what of the communication between two instants falls into these gaps of the compute lane."""
+    any_lane = _union(lanes)
+    return Totals(
+        worked=worked,
+        exposed={lane: _overlap(gaps, lanes.intervals[lane]) for lane in COMMUNICATION},
+        exposed_s=_overlap(gaps, any_lane),
+        communication_s=_within(any_lane, begins, ends),
+    )
+
+
+def timeline(lanes: Lanes, ends: float, repeated: Totals | None, times: int, notes: tuple[str, ...]) -> Timeline:
+    """Return the Timeline of a step that is over.
+
+    Args:
+        lanes: With everything settled.
+        ends: When the step ends.
+        repeated: Micro-batches that were not played one by one: one of them.
+        times: How many.
+        notes: For the reader.
+    """
+    spans: tuple[Span, ...] = tuple(lanes.spans)  # type: ignore[arg-type]
+    tail = [Gap(lanes.free, ends, 0, None)] if ends > lanes.free else []
+    every = totals(lanes, lanes.gaps + tail, 0.0, ends, lanes.worked)
+    if repeated is not None:
+        every = every.plus(repeated, times)
+    nothing = Span("issue", "issue", "", 0, 0.0, 0.0)
+    return Timeline(
+        step_s=ends,
+        spans=spans,
+        waits=tuple(Wait(start, end, spans[place], by or nothing) for start, end, place, by in lanes.gaps),
+        busy=every.worked,
+        exposed=every.exposed,
+        exposed_s=every.exposed_s,
+        hidden_s=every.communication_s - every.exposed_s,
+        notes=notes,
+    )
+
+
+def _union(lanes: Lanes) -> Sequence[Interval]:
+    """Return when any lane of communication works."""
+    copies = [row for lane in ("to_device", "to_host") for row in lanes.intervals[lane]]
+    if not copies:
+        return lanes.under_way
+    union: list[Interval] = []
+    for start, end in sorted([*lanes.under_way, *copies]):
+        if union and start <= union[-1][1]:
+            if end > union[-1][1]:
+                union[-1] = (union[-1][0], end)
+        else:
+            union.append((start, end))
+    return union
+
+
+def _overlap(gaps: Sequence[Gap], intervals: Sequence[Interval]) -> float:
+    """Return the seconds that lie in both; each is disjoint and in order."""
+    seconds, place, count = 0.0, 0, len(intervals)
+    for gap in gaps:
+        begins, ends = gap[0], gap[1]
+        while place < count and intervals[place][1] <= begins:
+            place += 1
+        other = place
+        while other < count and intervals[other][0] < ends:
+            start, end = intervals[other]
+            seconds += (end if end < ends else ends) - (start if start > begins else begins)
+            other += 1
+    return seconds
+
+
+def _within(intervals: Sequence[Interval], begins: float, ends: float) -> float:
+    """Return the seconds of disjoint intervals between two instants."""
+    return sum(max(0.0, min(end, ends) - max(start, begins)) for start, end in intervals)

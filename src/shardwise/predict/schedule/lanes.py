@@ -1,0 +1,255 @@
+"""Lanes of one GPU: what is issued on them, in the order in which the host issues it, and when it runs.
+
+A stream runs what it is given in order, a communicator runs collectives in the order in which they were issued, and
+whoever waits for an event waits for something issued before. So one pass in the order of issue is enough: every start is
+the latest of what it has to wait for. Only the compute lane is settled later than it is issued, because collectives that
+the host issues after an operation may run beside it and slow it down.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from shardwise.spec.timeline import COMMUNICATION, LANES, Lane, Span, What
+
+Interval = tuple[float, float]
+MARKS: frozenset[What] = frozenset({"leave", "return"})
+"""What stands for itself on the compute lane and takes no time there."""
+_new = tuple.__new__
+
+
+class Gap(NamedTuple):
+    """The compute lane stands still."""
+
+    start: float
+    """Seconds since the step began."""
+    end: float
+    """Seconds since the step began."""
+    place: int
+    """Place of the span that starts then."""
+    by: Span | None
+    """What it waited for."""
+
+
+class Operation(NamedTuple):
+    """Something issued on the compute lane."""
+
+    bound: float
+    """It starts no earlier."""
+    by: Span | None
+    """Because of this."""
+    seconds: float
+    """How long it takes while nothing slows it down; 0: it is an event, or a copy of saved activations."""
+    what: What
+    """What it is."""
+    unit: str
+    """For which unit."""
+    place: int
+    """Place of its span."""
+
+
+class Lanes:
+    """The lanes of one device and its host."""
+
+    def __init__(self, slowdown: float) -> None:
+        self.slowdown = slowdown
+        self.number = 0
+        """Of the micro-batch."""
+        self.host = 0.0
+        """When the host's thread issues the next thing."""
+        self.host_by: Span | None = None
+        """What it was last busy with or waited for."""
+        self.host_bound = False
+        """Whether a gather was issued later than its streams could have begun it."""
+        self.free = 0.0
+        """When the settled part of the compute lane ends."""
+        self.spans: list[Span | None] = []
+        self.gaps: list[Gap] = []
+        self.under_way: list[Interval] = []
+        """When any collective runs: disjoint, in order."""
+        self.intervals: dict[Lane, list[Interval]] = {
+            lane: [] for lane in COMMUNICATION
+        }
+        """When each lane of communication works, in order."""
+        self.worked: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        """Seconds in which each lane works."""
+        self.operations: list[Operation] = []
+        self.ends: list[float] = []
+        """Ends of the operations that are settled."""
+        self._bound = 0.0
+        self._by: Span | None = None
+        self._carried = 0.0
+        self._carried_by: Span | None = None
+        self._seen = 0
+
+    def wait(self, until: float, by: Span | None) -> None:
+        """Let the compute lane wait for an event."""
+        if until > self._bound:
+            self._bound, self._by = until, by
+
+    def compute(self, seconds: float, what: What, unit: str, issue: float = 0.0) -> None:
+        """Issue an operation on the compute lane; it ends no earlier than its last part is issued."""
+        spans = self.spans
+        issued = self.host
+        if issue > 0:
+            self.host = issued + issue
+            self.host_by = self.add("issue", "issue", unit, issued, self.host)
+            if issue > seconds:
+                issued = self.host - seconds
+        bound, by = self._bound, self._by
+        if issued > bound:
+            bound, by = issued, self.host_by
+        self._bound = 0.0
+        self.operations.append(_new(Operation, (bound, by, seconds, what, unit, len(spans))))
+        if seconds > 0:
+            spans.append(None)
+
+    def event(self) -> int:
+        """Return what has happened when all that is issued on the compute lane so far has; see `when`."""
+        if self._bound > 0:
+            self.operations.append(_new(Operation, (self._bound, self._by, 0.0, "exchange", "", 0)))
+            self._bound = 0.0
+        return len(self.operations)
+
+    def mark(self, what: What, unit: str) -> None:
+        """Issue something that `passed` does when the compute lane comes to it."""
+        self.operations.append(_new(Operation, (self._bound, self._by, 0.0, what, unit, 0)))
+        self._bound = 0.0
+
+    def when(self, event: int) -> float:
+        """Return when an event happens."""
+        if event > len(self.ends):
+            self.settle(event)
+        return self.ends[event - 1] if event else 0.0
+
+    def span_before(self, event: int) -> Span | None:
+        """Return what was computed last before an event, which has been asked for by `when`."""
+        for operation in reversed(self.operations[:event]):
+            if operation.seconds > 0:
+                return self.spans[operation.place]
+        return None
+
+    def now(self) -> float:
+        """Return when the compute lane is done with all that is issued, waits included."""
+        return self.when(self.event())
+
+    def settle(self, count: int) -> None:
+        """Find when the first `count` operations run."""
+        free, spans, ends, slowdown, number = self.free, self.spans, self.ends, self.slowdown, self.number
+        for bound, by, seconds, what, unit, place in self.operations[len(ends) : count]:
+            if seconds <= 0:
+                self.free = free
+                if bound > self._carried:
+                    self._carried, self._carried_by = bound, by
+                if what in MARKS:
+                    self.passed(what, unit)
+                ends.append(self.reached)
+                continue
+            if self._carried > bound:
+                bound, by = self._carried, self._carried_by
+            start = free
+            if bound > free:
+                self.gaps.append(_new(Gap, (free, bound, place, by)))
+                start = bound
+            free = start + seconds if slowdown <= 1 else self._slowed(start, seconds)
+            spans[place] = _new(Span, ("compute", what, unit, number, start, free))
+            self.worked["compute"] += free - start
+            ends.append(free)
+        self.free = free
+
+    def passed(self, what: What, unit: str) -> None:
+        """Do what a mark stands for; the compute lane has come to it."""
+
+    def hold(self, by: Span | None) -> None:
+        """Let whatever comes next on the compute lane wait."""
+        if by is not None and by.end > self._carried:
+            self._carried, self._carried_by = by.end, by
+
+    @property
+    def reached(self) -> float:
+        """When the compute lane is done with what is settled, waits included."""
+        return max(self.free, self._carried)
+
+    def _slowed(self, start: float, seconds: float) -> float:
+        """Return the end of an operation that runs at 1 / slowdown while a collective is under way."""
+        under_way, place, slowdown = self.under_way, self._seen, self.slowdown
+        while place < len(under_way) and under_way[place][1] <= start:
+            place += 1
+        self._seen = place
+        while place < len(under_way):
+            begins, ends = under_way[place]
+            if begins > start:
+                if start + seconds <= begins:
+                    break
+                seconds -= begins - start
+                start = begins
+            if start + seconds * slowdown <= ends:
+                return start + seconds * slowdown
+            seconds -= (ends - start) / slowdown
+            start = ends
+            place += 1
+        return start + seconds
+
+    def add(self, lane: Lane, what: What, unit: str, start: float, end: float) -> Span:
+        """Record a span of another lane than the compute lane."""
+        span: Span = _new(Span, (lane, what, unit, self.number, start, end))
+        self.spans.append(span)
+        self.worked[lane] += end - start
+        return span
+
+    def collective(self, lane: Lane, what: What, unit: str, start: float, end: float) -> Span:
+        """Record a collective."""
+        self.intervals[lane].append((start, end))
+        under_way = self.under_way
+        if not under_way or start > under_way[-1][1]:
+            under_way.append((start, end))
+        elif start >= under_way[-1][0]:
+            if end > under_way[-1][1]:
+                under_way[-1] = (under_way[-1][0], end)
+        else:
+            self._among(start, end)
+        return self.add(lane, what, unit, start, end)
+
+    def _among(self, start: float, end: float) -> None:
+        """Put an interval among those in which a collective is under way."""
+        under_way = self.under_way
+        first = bisect_right(under_way, (start, start))
+        if first and under_way[first - 1][1] >= start:
+            first -= 1
+        last = first
+        while last < len(under_way) and under_way[last][0] <= end:
+            start, end = min(start, under_way[last][0]), max(end, under_way[last][1])
+            last += 1
+        under_way[first:last] = [(start, end)]
+        self._seen = min(self._seen, first)
+
+    def link_free(self, lane: Lane) -> float:
+        """Return when one direction between device and host is free."""
+        rows = self.intervals[lane]
+        return rows[-1][1] if rows else 0.0
+
+    def copy(self, lane: Lane, what: What, unit: str, start: float, end: float) -> Span:
+        """Record a copy between device and host."""
+        self.intervals[lane].append((start, end))
+        return self.add(lane, what, unit, start, end)
+
+    def host_waits(self, until: float, by: Span | None) -> None:
+        """Let the host's thread wait."""
+        if until > self.host:
+            self.host, self.host_by = until, by
+
+    def later(self, shift: float) -> None:
+        """Let time pass on all lanes; what is under way beyond the last that was computed ends that much later."""
+        for rows in (*self.intervals.values(), self.under_way):
+            beyond = []
+            while rows and rows[-1][1] > self.free:
+                start, end = rows.pop()
+                beyond.append((max(start, self.free) + shift, end + shift))
+                if start < self.free:
+                    rows.append((start, self.free))
+                    break
+            rows.extend(reversed(beyond))
+        self.free += shift
+        self._carried += shift
+        self.ends[-1] += shift
