@@ -78,8 +78,9 @@ A network is `<kind>-<adapters>x<Gb/s of each>` or `<kind>-<Gb/s of a machine>`:
 Gb/s in each machine, 400 GB/s of the machine in one direction; `ib-400` is one eighth of that. Kinds are
 {", ".join(f"`{kind}`" for kind in NETWORKS)} (`net`: not known), and `{NVL72}` is NVLink over the machines of a rack.
 
-What large collectives reach of the wire of a machine with 8 x 400 Gb/s, of kernel sockets (`eth`) with one adapter of
-25 and of 100 Gb/s, and of a rack with four GB200 in each machine:
+What large collectives between two machines reach of the wire: of 8 x 400 Gb/s in each, of kernel sockets (`eth`) with
+one adapter of 25 and of 100 Gb/s, and of a rack with four GB200 in each machine. The range is over any number of
+machines, collectives and makes:
 
 | network | wire GB/s | reached GB/s | share | lowest | highest | from |
 |---|--:|--:|--:|--:|--:|---|

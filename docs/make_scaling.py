@@ -27,15 +27,22 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "qwen-7b"
 MACHINE = "8xA100-80GB"
 """NVLink of 300 GB/s per direction and card, as the article says."""
-NETWORKS = {"eth-80": "10 GB/s", "eth-200": "25 GB/s"}
-"""Network as typed -> the article's figure; of a machine, in one direction."""
+NETWORKS = {
+    "eth-80": "10 GB/s, kernel sockets",
+    "eth-200": "25 GB/s, kernel sockets",
+    "roce-80": "10 GB/s, RDMA",
+    "roce-200": "25 GB/s, RDMA",
+    "ib-8x200": "200 GB/s, an adapter per card",
+}
+"""Network as typed -> its rate, of a machine in one direction: the article's two in two ways each, and a strong one."""
 SETTINGS = ("fsdp=FULL_SHARD", "mixed_precision=bf16", "activation_checkpointing=true", "seq_len=2048")
 METHODS = {"all weights": (), "LoRA, rank 64": ("use_lora=true", "lora_rank=64")}
 MICRO_BATCHES = (1, 4)
 CARDS = (8, 16)
 
-SWEEP = "8xA100-80GB eth-200"
+SWEEP = "8xA100-80GB roce-200"
 SWEPT = tuple(8 * 2**power for power in range(10))
+SWEPT_ROWS = 2
 WIDTH = 100
 
 
@@ -52,22 +59,21 @@ def article() -> Iterator[str]:
     lines = {
         (method, network, rows): scale(planned(f"{MACHINE} {network}", *settings, micro_batch=rows), CARDS)
         for method, settings in METHODS.items()
-        for network in NETWORKS
         for rows in MICRO_BATCHES
+        for network in NETWORKS
     }
-    titles = [line.title for line in next(iter(lines.values()))]
-    yield "| trains | between machines | rows of a card | " + " | ".join(titles) + " |"
-    yield "|---" * (len(titles) + 3) + "|"
+    names = [line.layout for line in next(iter(lines.values()))]
+    yield "| trains | rows of a card | between machines | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 3) + "|"
     for (method, network, rows), found in lines.items():
         cells = " | ".join(_cell(line) for line in found)
-        yield f"| {method} | {NETWORKS[network]} (`{network}`) | {rows} | {cells} |"
+        yield f"| {method} | {rows} | {NETWORKS[network]} (`{network}`) | {cells} |"
     yield ""
-    yield "Where it bends, and why, with 1 row a card and all weights trained:"
+    yield f"Why, for `flat` with {MICRO_BATCHES[-1]} rows a card and all weights trained:"
     yield ""
     method = next(iter(METHODS))
-    for network, rate in NETWORKS.items():
-        for line in lines[method, network, 1]:
-            yield f"- {rate}, {line.title}: {bend_words(line)}."
+    for network in NETWORKS:
+        yield f"- `{network}`: {bend_words(lines[method, network, MICRO_BATCHES[-1]][0])}"
     yield ""
 
 
@@ -81,7 +87,7 @@ def _cell(line: ScalingLine) -> str:
 
 def sweep() -> Iterator[str]:
     """Yield the answer from one machine to 512."""
-    base = planned(SWEEP)
+    base = planned(SWEEP, micro_batch=SWEPT_ROWS)
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, soft_wrap=True)
     print_scaling(console, scale(base, SWEPT), float(rows_per_gpu(base)))
@@ -92,7 +98,7 @@ def sweep() -> Iterator[str]:
 
 def step() -> Iterator[str]:
     """Yield the step section of two machines."""
-    plan = planned(f"2x{MACHINE} eth-200", micro_batch=4)
+    plan = planned(f"2x{MACHINE} roce-200", micro_batch=4)
     report = by_estimate(plan)
     assert report.timeline is not None
     answer = PlanAnswer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 from pydantic import ValidationError
 
@@ -158,13 +160,19 @@ def test_versions_with_slower_links_compute_as_much():
 
 
 def test_measured_shares():
-    """MAMF's 271.2 of 312 on an A100 and 794.5 of 989.4 on an H100; only GeForce cards beat their rated boost."""
+    """MAMF's 271.2 of 312 on an A100 and 794.5 of 989.4 on an H100; only GeForce cards beat their rated boost.
+
+    Cards of 350 and 700 W reach 495.93 and 794.5 TFLOPS, the 0.68th power of their watts; by it one of 500 W reaches
+    794.5 x 0.714^0.68 = 632.
+    """
     assert rates("A100-SXM-80GB").achieved.value == pytest.approx(271.2 / 312, abs=0.001)
     assert rates("H100").achieved.value == pytest.approx(794.5 / 989.4, abs=0.001)
+    exponent = log(794.5 / 495.93) / log(2)
+    assert rates("H100-96GB").achieved.value == pytest.approx(794.5 * (5 / 7) ** exponent / 989.4, abs=0.002)
     for name in cards():
         measured = rates(name).achieved
         if measured is not None:
-            assert 0.5 < measured.value <= (1.15 if name.startswith("RTX") else 1), name
+            assert 0.45 < measured.value <= (1.15 if name.startswith("RTX") else 1), name
             assert "of" in measured.source or measured.source.startswith("that"), name
 
 

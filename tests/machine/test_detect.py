@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from harness.runs import write_rows
+from shardwise.catalogue.cluster_file import write_cluster
 from shardwise.catalogue.clusters import gpu
 from shardwise.machine import detect as module
-from shardwise.machine.detect import detect, detect_cluster, host_bytes, planned_devices
+from shardwise.machine.detect import detect, detect_cluster, host_bytes, host_cores, planned_devices
 from shardwise.machine.prepare import preview
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput
@@ -142,6 +143,7 @@ def test_this_machine_as_a_cluster(has, monkeypatch):
     assert here.gpu is None
     assert here.name == f"{here.per_node}xcpu"
     assert here.host_bytes == host_bytes() > GIB
+    assert here.host_cores == host_cores() > 0
     has(4, "NVIDIA A10", 21.5)
     here = detect_cluster()
     assert (here.name, here.world, here.gpu.name) == ("4xA10", 4, "A10")
@@ -162,3 +164,29 @@ def test_a_container_has_less(monkeypatch, tmp_path):
     assert host_bytes() > GIB
     limit.unlink()
     assert host_bytes() > GIB
+
+
+def test_cores_are_physical_and_those_of_a_container(monkeypatch, tmp_path):
+    """96 threads on 48 cores; a container may run on 40 threads, or for 2.5 cores' time, which needs 3."""
+    monkeypatch.setattr(module.psutil, "cpu_count", lambda logical: 96 if logical else 48)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: set(range(96)), raising=False)
+    share = tmp_path / "cpu.max"
+    monkeypatch.setattr(module, "_GROUP_CORES", share)
+    assert host_cores() == 48
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: set(range(40)), raising=False)
+    assert host_cores() == 40
+    share.write_text("max 100000\n")
+    assert host_cores() == 40
+    share.write_text("250000 100000\n")
+    assert host_cores() == 3
+
+
+def test_a_card_of_a_file_need_not_be_in_the_catalogue(has, tmp_path):
+    """The file of a probe on this machine; here it may be trained on, elsewhere it may not."""
+    has(2, "NVIDIA GeForce GTX 1080", 8)
+    path = tmp_path / "here.yaml"
+    write_cluster(detect_cluster(), path)
+    found = detect(job(str(path)))
+    assert (found.device_type, found.world) == ("cuda", 2)
+    has(2, "NVIDIA A10", 21.5)
+    assert "which is A10 in the catalogue" in refusal(str(path))

@@ -18,7 +18,7 @@ from shardwise.measure.probe.team import Shape, Team, join, members, shapes
 from shardwise.measure.probe.timing import Limits, climb, powers
 from shardwise.spec.speeds import Measured
 
-QUICK = Limits(most_s=0.1, repeats=3, least_s=0.001, most_bytes=1 << 16, most_side=64)
+QUICK = Limits(most_s=0.1, repeats=3, point_s=1.0, least_s=0.001, most_bytes=1 << 16, most_side=64)
 CPU = torch.device("cpu")
 ALONE = Team(rank=0, nodes=1, per_node=1, device=CPU)
 
@@ -69,7 +69,7 @@ def test_a_rank_behind_a_slow_link_is_named_and_its_partners_are_not():
     (found,) = peers.slow_links(pairs, team(3, 1), "between hosts")
     assert (found.ranks, found.factor) == ((2,), pytest.approx(2.0))
     assert found.text == (
-        "the link of rank 2 (host 2, box2) between hosts is slow: 10 MB/s each way at best, the others' 20 MB/s"
+        "the link of rank 2 (host 2, box2) between hosts is slow: 10.0 MB/s each way at best, the others' 20.0 MB/s"
     )
 
 
@@ -79,6 +79,14 @@ def test_one_slow_link_among_good_ranks_is_named_as_a_link():
     (found,) = peers.slow_links(peers.Pairs(bytes=10**6, seconds=seconds), team(4, 1), "between hosts")
     assert (found.ranks, found.factor) == ((1, 2), pytest.approx(4.0))
     assert "between rank 1 (host 1, box1) and rank 2 (host 2, box2)" in found.text
+
+
+def test_of_two_pairs_a_link_is_named_and_no_rank():
+    """Nobody knows which end of the slow one is at fault."""
+    pairs = peers.Pairs(bytes=10**9, seconds={(0, 1): 0.5, (2, 3): 1.0})
+    (found,) = peers.slow_links(pairs, team(2, 2), "inside a host")
+    assert (found.ranks, found.factor) == ((2, 3), pytest.approx(2.0))
+    assert found.text.endswith("is slow: 1.0 GB/s each way, other links 2.0 GB/s")
 
 
 @pytest.mark.parametrize("seconds", [{(0, 1): 0.3}, {(0, 1): 0.05, (0, 2): 0.055, (1, 2): 0.059}])
@@ -98,7 +106,7 @@ def test_a_slow_device_is_one_that_is_slow_at_most_pieces():
 
 def test_sizes_rise_until_the_next_would_take_too_long():
     """1 ms per unit: 1 takes 1 ms, 4 takes 4, 16 takes 16; 64 would take 64, more than the 50 allowed."""
-    limits = Limits(most_s=0.05, repeats=5, least_s=0.0, most_bytes=1, most_side=1)
+    limits = Limits(most_s=0.05, repeats=5, point_s=1.0, least_s=0.0, most_bytes=1, most_side=1)
 
     def prepare(size: float):
         def body() -> None:
@@ -133,6 +141,7 @@ def test_a_probe_between_two_ranks():
     assert kinds == [("all_gather", 1, 2), ("reduce_scatter", 1, 2), ("all_reduce", 1, 2)]
     assert [size for size, _ in measured.collectives[0].curve.points][:2] == [1024, 4096]
     assert measured.device.post_s > 0
+    assert measured.device.unit_s > 10 * measured.device.issue_s
     assert measured.host is not None
     assert measured.host.link is None
 
@@ -158,7 +167,7 @@ def test_a_slowed_rank_is_named():
                 return plain(*given)
 
             torch.mm = slow
-        limits = Limits(most_s=0.02, repeats=5, least_s=0.001, most_bytes=1 << 12, most_side=256)
+        limits = Limits(most_s=0.02, repeats=5, point_s=1.0, least_s=0.001, most_bytes=1 << 12, most_side=256)
         return [(found.subject, found.ranks) for found in probe(join(CPU), limits).findings]
 
     found = run_ranks(body, 2)[0]

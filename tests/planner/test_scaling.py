@@ -122,6 +122,26 @@ def test_each_card_keeps_its_rows():
         assert [point.throughput.tokens for point in found[name].points] == [24 * 64, 48 * 64, 96 * 64]
 
 
+def test_the_tensor_layout_takes_as_many_rows_as_fit():
+    """2 rows a card are 8 for the 4 that share them; where 4 are too many, 2 and four times as often."""
+    settings = ("fsdp=FULL_SHARD", "micro_batch=2", "global_batch=24")
+    taken = {(point.plan.micro_batch, point.plan.accumulation_steps) for point in lines(*settings)["tensor"].points}
+    assert taken == {(8, 3)}
+
+    def small(other) -> Report:
+        report = judge(other)
+        return report if other.plan.micro_batch < 4 else replace(report, footprint=footprint(backward=100))
+
+    (line,) = [line for line in scale(planned(*settings), (4, 8), judge=small) if line.layout == "tensor"]
+    assert {(point.plan.micro_batch, point.plan.accumulation_steps, point.fits) for point in line.points} == {
+        (2, 12, True)
+    }
+    nothing = scale(
+        planned(*settings), (4,), judge=lambda other: replace(judge(other), footprint=footprint(backward=100))
+    )
+    assert [point.plan.micro_batch for line in nothing for point in line.points if line.layout == "tensor"] == [8]
+
+
 def test_gains_and_price_come_from_the_judge():
     """Twice the tokens in twice the time: no gain from 4 to 8 cards."""
     found = lines("fsdp=FULL_SHARD", price=Price(amount=8.0, per="node"))["flat"]
@@ -150,12 +170,22 @@ def test_one_card_per_machine_has_one_layout():
     assert list(lines("fsdp=NO_SHARD", counts=(1, 2), cluster=single)) == ["flat"]
 
 
+def test_a_count_that_is_not_timed_says_why():
+    """A probe of two machines says nothing of four."""
+
+    def two_at_most(other) -> Report:
+        report = judge(other)
+        return replace(report, timeline=None, notes=("no step time: four",)) if other.cluster.nodes > 2 else report
+
+    found = scale(planned("fsdp=FULL_SHARD"), (4, 8, 16), judge=two_at_most)
+    assert [[point.refused for point in line.points] for line in found] == 3 * [["", "", "no step time: four"]]
+
+
 def test_machines_without_speeds_are_refused():
     def untimed(other) -> Report:
-        return replace(judge(other), timeline=None)
+        return replace(judge(other), timeline=None, notes=("no step time: no speeds",))
 
     with pytest.raises(BadInput) as caught:
         scale(planned("fsdp=FULL_SHARD"), (4, 8), judge=untimed)
     (problem,) = caught.value.problems
-    assert (problem.field, problem.value) == ("cluster", "1x4xA10 eth-80")
-    assert "shardwise probe" in problem.fix
+    assert (problem.field, problem.value, problem.reason) == ("--scale", "4,8", "no step time: no speeds")

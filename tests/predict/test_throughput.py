@@ -7,12 +7,16 @@ import pytest
 from report.footprints import answer, footprint, model
 from report.timelines import MS, RATED, STEP
 from shardwise.catalogue.models import find_model
+from shardwise.planner.by_shape import plan_by_shape
 from shardwise.planner.decide import Facts, decide
+from shardwise.predict.step_time import timeline_of
 from shardwise.predict.throughput import flops_of_step, peak_flops, throughput_of
+from shardwise.report.waits import merged_waits
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.curve import Curve
 from shardwise.spec.job import Job
 from shardwise.spec.problems import BadInput
+from shardwise.spec.reader import read_job
 from shardwise.spec.speeds import DeviceSpeeds, Measured
 from shardwise.spec.throughput import Price
 from shardwise.spec.workload import Workload
@@ -164,3 +168,26 @@ def test_what_is_no_price_is_refused(amount, per, field):
 
 def test_the_made_up_model_is_as_the_docstrings_say():
     assert (model().hidden, model().vocab, model().layers) == (32, 101, 3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("fsdp=FULL_SHARD",),
+        ("fsdp=FULL_SHARD", "global_batch=16", "micro_batch=1"),
+        ("fsdp=FULL_SHARD", "global_batch=80", "micro_batch=1"),
+        ("fsdp=SHARD_GRAD_OP", "global_batch=80", "micro_batch=1", "accumulation=defer_all"),
+        ("fsdp=HYBRID_SHARD", "mesh.shard=4", "global_batch=48", "micro_batch=1"),
+        ("fsdp=NO_SHARD", "global_batch=32", "micro_batch=1"),
+        ("fsdp=FULL_SHARD", "offload=parameters", "global_batch=16", "micro_batch=1"),
+    ],
+)
+def test_the_waits_of_a_predicted_step_account_for_all_time_without_computing(settings):
+    """Micro-batches that the timeline leaves out included."""
+    common = ("model=smollm2-135m", "seq_len=512", "mixed_precision=bf16", "activation_checkpointing=true")
+    job = read_job(None, [*common, *settings], needs_data=False)
+    cluster = Cluster(name="2x4xA10", nodes=2, per_node=4, gpu=RATED, network="eth-25")
+    found = plan_by_shape(job, find_model("smollm2-135m"), cluster)
+    timeline = timeline_of(found.workload, found.plan, cluster)
+    waited = sum(one.total_s for one in merged_waits(timeline, found.plan.accumulation_steps))
+    assert waited == pytest.approx(timeline.step_s - timeline.busy["compute"], rel=0.02, abs=1e-5)

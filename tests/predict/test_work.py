@@ -121,7 +121,7 @@ def test_a_mask_leaves_no_half():
 
 
 def test_a_window_of_flash_attention():
-    """33 of 70 tokens: 33 rows see 1 .. 33 of them, 37 rows see 33; 6 heads of 16, 3 rows, two products of two FLOPs."""
+    """33 of 70 tokens: 33 rows see 1 .. 33 of them, 37 rows see 33; 6 heads of 16, 3 rows, 2 products of 2 FLOPs."""
     pairs = 33 * 34 // 2 + 37 * 33
     work = computation(workload(FAMILIES["mistral, window"]), SHARDWISE, "cuda", "ampere")
     part = work.block(plan(attention="flash_attention_2"), 0, checkpointing="none").work
@@ -206,6 +206,23 @@ def test_a_quantised_base_is_unpacked_in_forward_and_in_backward():
         assert getattr(quantised, phase).operations - getattr(plain, phase).operations == 7
 
 
+def test_linear_layers_in_fp8():
+    """One byte an element in the 3 x 7 products of a block, not in the head; 2 + 3 operands are cast, each read twice."""
+    work = workload(FAMILIES["llama"])
+    wide = computation(work, SHARDWISE, "cuda")
+    narrow = computation(work, Runtime(fp8_linears=True), "cuda")
+    part, plain = (one.block(plan(), 0, checkpointing="none").work for one in (narrow, wide))
+    for phase, operands in (("forward", 2), ("backward", 3)):
+        found, before = getattr(part, phase), getattr(plain, phase)
+        assert {made.item for made, _ in found.products} == {1}
+        assert found.flops == before.flops
+        assert found.operations - before.operations == 7 * operands * 2
+    tokens, weights = ROWS * LENGTH, 2 * 96 * 96 + 2 * 96 * 32 + 3 * 96 * 200
+    taken = tokens * (6 * 96 + 200)
+    assert part.forward.moved - plain.forward.moved == (weights + taken) * (2 + 2 + 1)
+    assert narrow.ends(plan()).head.work == wide.ends(plan()).head.work
+
+
 def test_every_piece_of_a_chunked_loss_is_counted():
     """On a GPU four pieces stand for all in memory, not in work: products are those of a CPU, where all are walked."""
     work, chosen = workload(FAMILIES["llama"]), plan(loss_head="chunked", loss_chunk=16)
@@ -254,7 +271,7 @@ EVEN = {**FAMILIES["llama"], "vocab_size": 332}
 @pytest.mark.parametrize("vocab", [331, 332])
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "parts of sequences"])
 def test_exchanges_are_those_of_the_tensor_axis(sequence: bool, vocab: int, checkpointing: str):
-    """Sums over all parts are what `tensor_exchanges` counts, but for the gradients of norms, which are not computing."""
+    """Sums over all parts are what `tensor_exchanges` counts, but for gradients of norms, which are not computing."""
     mesh = Mesh(tensor=2, sequence_parallel=sequence)
     chosen = plan(mesh=mesh, activation_checkpointing=checkpointing)
     counts: Counter[Key] = Counter()

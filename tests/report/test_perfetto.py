@@ -39,6 +39,7 @@ def test_every_event_has_what_the_format_asks_for():
     for event in content["traceEvents"]:
         for field, kind in REQUIRED[event["ph"]].items():
             assert isinstance(event[field], kind), (field, event)
+        assert min(event["pid"], event["tid"]) > 0
         if event["ph"] == "X":
             assert event["ts"] >= 0
             assert event["dur"] >= 0

@@ -55,7 +55,10 @@ def test_the_bend_in_words():
     )
     loses = line(point(8, 1.0), point(16, 2.5, all_gather=1.5))
     assert bend_words(loses).startswith("loses from 8 to 16 cards: 0.80 times the tokens/s; exposed all-gather")
-    assert bend_words(line(point(8, 1.0), point(16, 1.0))).startswith("no bend")
+    straight = "no bend: every doubling gives 1.6 times the tokens/s or more"
+    left = "at 16 cards 80 % of each card's tokens/s are left"
+    assert bend_words(line(point(8, 1.0), point(16, 1.25))) == f"{straight}; {left}"
+    assert bend_words(line(point(8, 1.0), refused(16, "no"))).endswith("or more")
     hidden = line(point(8, 1.0), point(16, 2.0))
     assert bend_words(hidden).endswith("though no communication is exposed more")
 

@@ -86,8 +86,17 @@ def test_what_is_no_link_gets_its_own_words():
     fetched = span("to_device", "fetch", 1, 3, 5.5)
     held_up = span("compute", "forward", 1, 5.5, 7.5)
     assert only(Wait(5 * MS, 5.5 * MS, held_up, fetched), spans=(COMPUTED[1], fetched, held_up)).endswith(
-        "for the copy from the host of block 1: the link to the host is 1.25x too slow to hide it"
+        "for the copy from the host of block 1: the link to the host is 1.2x too slow to hide it"
     )
+
+
+def test_what_comes_behind_all_computing_ends_the_step():
+    update = span("host", "update", "", 30, 34)
+    norm = span("host", "clip", "", 34, 34.5)
+    assert sentences(replace(STEP, waits=(), spans=(*STEP.spans, update, norm))) == [
+        "the step ends with 4.00 ms of the optimizer on the host: nothing else is left",
+        "the step ends with 500 us of the gradient norm on the host: nothing else is left",
+    ]
 
 
 def test_waits_of_no_weight_are_not_told():

@@ -69,6 +69,18 @@ def test_the_last_reductions_are_one_whatever_is_held_up():
     assert last.total_s == pytest.approx(6.1 * MS)
 
 
+def test_what_comes_behind_all_computing_is_waited_for_too():
+    """The device is done at 30 ms, the copy of gradients at 30.5, the optimizer on the host at 34."""
+    store = span("to_host", "store", ROOT, 29, 30.5)
+    update = span("host", "update", "", 30.5, 34)
+    found = of(spans=(*STEP.spans, store, update))
+    assert [(one.place, one.lane, one.by, one.count) for one in found] == [
+        ("end", "host", "update", 1),
+        ("end", "to_host", "store", 1),
+    ]
+    assert [one.total_s / MS for one in found] == pytest.approx([3.5, 0.5])
+
+
 def test_a_copy_out_belongs_to_what_is_computed_next():
     """The same unit is copied out before its forward at 3 ms and before its backward at 17.6 ms."""
     early = span("compute", "copy_out", 0, 2.9, 3)

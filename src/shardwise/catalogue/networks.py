@@ -39,9 +39,9 @@ class Network(Strict):
     node_rate: float = Field(gt=0)
     """Wire rate of all adapters of one machine."""
     achieved: Figure
-    """Share of the wire rate that large collectives reach."""
+    """Share of the wire rate that large collectives reach between two machines."""
     lowest: Share
-    """The smallest share that was reported."""
+    """The smallest share that was reported, of any number of machines."""
     highest: Share
     """The largest."""
     tcp: bool
@@ -53,7 +53,7 @@ class Network(Strict):
 
     @property
     def reached(self) -> float:
-        """Bytes per second of a machine that large collectives reach."""
+        """Bytes per second of a machine that large collectives reach between two."""
         return self.node_rate * self.achieved.value
 
 

@@ -174,6 +174,5 @@ def _cluster(cluster: str | None, team: Team) -> Cluster:
             "name": f"{machines}{team.per_node}x{card}{network}",
             "nodes": team.nodes,
             "per_node": team.per_node,
-            "host_cores": len(os.sched_getaffinity(0)),
         }
     )

@@ -111,19 +111,20 @@ def scale(
     """Return each layout on each count of cards, of the same machines, with the rows of a step per card kept.
 
     Flat: the job's strategy over all cards. Hybrid: sharded inside a machine, replicas over machines; on one machine it
-    is flat. Tensor: matrix products shared inside a machine, with sequence parallel norms and so many times the rows
-    per forward, sharded over machines. A layout that is refused says why.
+    is flat. Tensor: matrix products shared inside a machine, with sequence parallel norms, sharded over machines; so
+    many times the rows per forward as cards share them, or the largest half of a half of that which fits. A layout that
+    is refused says why.
 
     Args:
         planned: The job; its own cluster gives machine and network.
         counts: Cards, ascending, whole machines each.
-        judge: The instrument; its report needs a timeline.
+        judge: The instrument; where its report has no timeline, its last note is the reason.
         price: What cards cost; None: not known.
 
     Raises:
-        BadInput: speeds of the machines are not known.
+        BadInput: no layout on any count; the first reason, such as that speeds of the machines are not known.
     """
-    return tuple(
+    lines = tuple(
         ScalingLine(
             layout=layout.name,
             title=layout.title,
@@ -131,6 +132,10 @@ def scale(
         )
         for layout in _layouts(planned)
     )
+    if not any(point.plan is not None for line in lines for point in line.points):
+        reason = lines[0].points[0].refused
+        raise BadInput(Problem(field=FIELD, value=",".join(map(str, counts)), reason=reason))
+    return lines
 
 
 def _layouts(planned: Planned) -> Iterator[_Layout]:
@@ -149,19 +154,38 @@ def _layouts(planned: Planned) -> Iterator[_Layout]:
 
 
 def _point(planned: Planned, layout: _Layout, count: int, judge: Judge, price: Price | None) -> ScalingPoint:
-    cluster = _grown(planned.cluster, count)
+    """Return a layout on so many cards, with as many rows per forward as fit."""
+    first = None
+    for rows in _rows_per_forward(planned, layout):
+        point = _judged(planned, layout, rows, _grown(planned.cluster, count), judge, price)
+        if point.plan is not None and point.fits is not False:
+            return point
+        first = first or point
+    assert first is not None
+    return first
+
+
+def _rows_per_forward(planned: Planned, layout: _Layout) -> Iterator[int]:
+    """Yield rows that a data rank could take at a time: the job's for each card that shares them, and halves."""
+    rows = max(1, planned.plan.micro_batch * layout.tensor // planned.plan.mesh.tensor)
+    yield rows
+    while layout.tensor > 1 and rows % 2 == 0 and rows > planned.plan.micro_batch:
+        rows //= 2
+        yield rows
+
+
+def _judged(
+    planned: Planned, layout: _Layout, rows: int, cluster: Cluster, judge: Judge, price: Price | None
+) -> ScalingPoint:
     try:
-        other = _laid_out(planned, layout, cluster)
+        other = _laid_out(planned, layout, rows, cluster)
     except BadInput as error:
         problem = error.problems[0]
-        return ScalingPoint(
-            cluster=cluster, plan=None, throughput=None, exposed={}, refused=f"{problem.field}: {problem.reason}"
-        )
+        return _refusal(cluster, f"{problem.field}: {problem.reason}")
     report = judge(other)
     timeline, device = report.timeline, report.footprint.device
     if timeline is None:
-        fix = "name cards of the catalogue, or measure these with shardwise probe"
-        raise BadInput(Problem(field="cluster", value=cluster.name, reason="has no speeds to time it by", fix=fix))
+        return _refusal(cluster, report.notes[-1] if report.notes else "its step is not timed")
     return ScalingPoint(
         cluster=cluster,
         plan=other.plan,
@@ -173,6 +197,10 @@ def _point(planned: Planned, layout: _Layout, count: int, judge: Judge, price: P
     )
 
 
+def _refusal(cluster: Cluster, reason: str) -> ScalingPoint:
+    return ScalingPoint(cluster=cluster, plan=None, throughput=None, exposed={}, refused=reason)
+
+
 def _grown(cluster: Cluster, count: int) -> Cluster:
     nodes = count // cluster.per_node
     card = CPU if cluster.gpu is None else cluster.gpu.name
@@ -180,7 +208,7 @@ def _grown(cluster: Cluster, count: int) -> Cluster:
     return cluster.model_copy(update={"nodes": nodes, "name": f"{nodes}x{cluster.per_node}x{card}{network}"})
 
 
-def _laid_out(planned: Planned, layout: _Layout, cluster: Cluster) -> Planned:
+def _laid_out(planned: Planned, layout: _Layout, micro: int, cluster: Cluster) -> Planned:
     """Return the job's plan under a layout.
 
     Raises:
@@ -191,7 +219,6 @@ def _laid_out(planned: Planned, layout: _Layout, cluster: Cluster) -> Planned:
         each = rows_per_gpu(planned)
         reason = f"{each} rows for each of {cluster.world} cards are no whole number"
         raise BadInput(Problem(field="global_batch", reason=reason, fix="choose a multiple of the cards"))
-    micro = max(1, planned.plan.micro_batch * layout.tensor // planned.plan.mesh.tensor)
     alone = cluster.nodes == 1
     strategy = _PLAIN.get(layout.strategy, layout.strategy) if alone else layout.strategy
     deferred = planned.plan.accumulation_mode == "defer_replicate"

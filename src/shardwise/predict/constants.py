@@ -32,7 +32,7 @@ class Constant:
     source: str
     """Where it was measured."""
     unit: str
-    """`bytes`, or `ratio`."""
+    """`bytes`, `seconds`, `elements` or `ratio`."""
 
 
 ALLOCATOR_FACTOR = Constant(

@@ -14,7 +14,9 @@ from shardwise.spec.report import Report
 from shardwise.spec.timeline import LANES, ROOT, Lane, Span, Wait, What
 from shardwise.spec.units import UnitTable
 
-PROCESS = 0
+PROCESS = 1
+_FIRST_TRACK = 1
+"""Process and thread 0 are the idle ones of an operating system, which Perfetto shows apart."""
 _DIGITS = 3
 """Of a microsecond."""
 _SAME_INSTANT = 0.5e-9
@@ -57,9 +59,9 @@ def trace_events(report: Report, units: UnitTable, block_list: str) -> dict[str,
         raise ValueError("this report has no timeline")
     sizes = _payloads(units)
     tracks = _tracks(timeline.spans)
-    waiting = len(tracks)
+    waiting = _FIRST_TRACK + len(tracks)
     events = list(_names(report, [*(name for name, _ in tracks), "computing waits"]))
-    for track, (_, spans) in enumerate(tracks):
+    for track, (_, spans) in enumerate(tracks, start=_FIRST_TRACK):
         events += [_span(span, track, block_list, sizes) for span in spans]
     events += [_wait(wait, waiting, block_list) for wait in timeline.waits]
     about = {
@@ -102,10 +104,10 @@ def _names(report: Report, tracks: list[str]) -> Iterator[dict[str, Any]]:
         "ph": "M",
         "name": "process_name",
         "pid": PROCESS,
-        "tid": 0,
+        "tid": _FIRST_TRACK,
         "args": {"name": f"rank 0, {report.instrument}"},
     }
-    for track, name in enumerate(tracks):
+    for track, name in enumerate(tracks, start=_FIRST_TRACK):
         yield {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": track, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": PROCESS, "tid": track, "args": {"sort_index": track}}
 

@@ -126,13 +126,22 @@ def bend_words(line: ScalingLine) -> str:
     """Return where a line bends and why, in one sentence."""
     bend = bend_of(line)
     if bend is None:
-        return f"no bend: every doubling gives {WORTH} times the tokens/s or more"
+        return f"no bend: every doubling gives {WORTH} times the tokens/s or more{_kept(line)}"
     verb = "loses" if bend.gain < 1 else "bends"
     text = f"{verb} from {bend.before} to {bend.after} cards: {bend.gain:.2f} times the tokens/s"
     if bend.lane is None:
         return f"{text}, though no communication is exposed more"
     grows = f"{100 * bend.exposed_before:.0f} to {100 * bend.exposed_after:.0f} % of the step"
     return f"{text}; exposed {LANE_WORDS[bend.lane]} grows from {grows}"
+
+
+def _kept(line: ScalingLine) -> str:
+    """Return what is left of each card's tokens at the last count."""
+    last = line.points[-1] if line.points else None
+    share = None if last is None else efficiency(last, line)
+    if last is None or share is None:
+        return ""
+    return f"; at {last.cluster.world} cards {100 * share:.0f} % of each card's tokens/s are left"
 
 
 def scaling_to_json(lines: Sequence[ScalingLine], rows_per_gpu: float) -> dict[str, Any]:
@@ -163,6 +172,8 @@ def _point(point: ScalingPoint, line: ScalingLine) -> dict[str, Any]:
         "nodes": point.cluster.nodes,
         "strategy": None if plan is None else plan.strategy,
         "mesh": None if plan is None else plan.mesh.model_dump(mode="json"),
+        "micro_batch": None if plan is None else plan.micro_batch,
+        "accumulation_steps": None if plan is None else plan.accumulation_steps,
         "throughput": None if throughput is None else throughput_to_json(throughput),
         "efficiency": efficiency(point, line),
         "exposed_share": None if throughput is None else point.exposed_s / throughput.step_s,

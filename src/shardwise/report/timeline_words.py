@@ -163,8 +163,10 @@ def waiting_words(waiting: Waiting, block_list: str) -> str:
         return f"the step begins with {total} of waiting for the first gather{plural}, of {units}: nothing hides {them}"
     if waiting.place == "last":
         return f"the step ends with {total} of waiting for the last reduction{plural}, of {units}: nothing hides {them}"
-    longest = seconds_text(waiting.longest.end - waiting.longest.start)
     one = unit_words(waiting.longest.by.unit, block_list)
+    if waiting.place == "end":
+        return f"the step ends with {total} of {_object(waiting, one)}: nothing else is left"
+    longest = seconds_text(waiting.longest.end - waiting.longest.start)
     many = "" if waiting.count == 1 else _likewise(waiting, units, total)
     return f"{_phase(waiting)} waits {longest} for {_object(waiting, one)}{many}{_reason(waiting)}"
 
@@ -201,8 +203,14 @@ def _reason(waiting: Waiting) -> str:
         return ": nothing is computed meanwhile" if waiting.lane in COMMUNICATION else ""
     link = "the link to the host" if waiting.lane in ("to_device", "to_host") else "the link"
     if factor > 1:
-        return f": {link} is {factor:.3g}x too slow to hide it"
+        return f": {link} is {_times(factor)} too slow to hide it"
     return f": {link} is fast enough (busy for {factor:.2f} of the computing beside it), but it starts too late"
+
+
+def _times(factor: float) -> str:
+    if factor < 1.095:
+        return f"{factor:.2f}x"
+    return f"{factor:.1f}x" if factor < 9.95 else f"{factor:.0f}x"
 
 
 def speed_words(cluster: Cluster, plan: Plan) -> str:

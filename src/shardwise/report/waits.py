@@ -16,9 +16,10 @@ _COMPUTED: tuple[What, ...] = ("forward", "backward")
 _NOTHING = 1e-3
 """Computing of a smaller share than this of the communication beside it is none."""
 
-Place = Literal["first", "last", "within"]
+Place = Literal["first", "last", "end", "within"]
 """`first`: gathers before the first block has computed, when nothing is there to hide them; `last`: reductions behind
-the last backward, when nothing is left; `within`: all others."""
+the last backward, when nothing is left; `end`: what else comes behind all computing, such as an optimizer on the host;
+`within`: all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +61,23 @@ def merged_waits(timeline: Timeline, micro_batches: int) -> tuple[Waiting, ...]:
     listed = _listed(timeline, micro_batches)
     phases = _Phases(timeline)
     groups: dict[tuple[str, ...], list[Wait]] = {}
-    for wait in timeline.waits:
+    for wait in (*timeline.waits, *_behind_computing(timeline)):
         place = phases.place(wait)
-        alike: tuple[str, ...] = ()
+        alike: tuple[str, ...] = (wait.by.lane, wait.by.what) if place == "end" else ()
         if place == "within":
             alike = (phases.of(wait.held_up), wait.by.lane, wait.by.what, _without_number(wait.by.unit))
         groups.setdefault((place, *alike), []).append(wait)
     found = [_merged(waits, phases, busy, listed) for waits in groups.values()]
     return tuple(sorted(found, key=lambda one: -one.total_s))
+
+
+def _behind_computing(timeline: Timeline) -> Iterator[Wait]:
+    """Yield what the end of the step waits for when all computing of the device is done, piece by piece."""
+    done = max((span.end for span in timeline.spans if span.lane == "compute"), default=0.0)
+    late = sorted((span for span in timeline.spans if span.end > done), key=lambda span: span.end)
+    for span in late:
+        yield Wait(done, span.end, late[-1], span)
+        done = span.end
 
 
 def _merged(waits: list[Wait], phases: _Phases, busy: _Busy, listed: dict[int, int]) -> Waiting:
@@ -123,6 +133,7 @@ class _Phases:
         blocks = [span.start for span in computed if span.unit != ROOT]
         self._first = min(blocks, default=0.0)
         self._last = max((span.end for span in computed), default=0.0)
+        self._all = max((span.end for span in timeline.spans if span.lane == "compute"), default=0.0)
 
     def of(self, span: Span) -> What:
         """Return the phase: copies belong to what is computed next, or, of gradients, to backward."""
@@ -139,6 +150,8 @@ class _Phases:
             return "first"
         if wait.end > self._last and wait.by.what in REDUCTIONS:
             return "last"
+        if wait.start >= self._all:
+            return "end"
         return "within"
 
 

@@ -27,6 +27,9 @@ class DeviceSpeeds(Strict):
     """Seconds of the host for issuing one operation; on CPUs, of one operation on almost nothing."""
     post_s: float = Field(default=0.0, ge=0)
     """Seconds of the host for starting one collective in the background, before it computes on; part of its curve."""
+    unit_s: float = Field(default=0.0, ge=0)
+    """Seconds of the host that FSDP2 itself takes for one unit in one pass (forward or backward), without starting its
+    collectives; 0: not measured."""
     slowdown: float = Field(default=1.0, ge=1)
     """Seconds of a computation while a collective is under way, over its seconds alone."""
 

@@ -58,6 +58,7 @@ def runtime_of(row: MeasuredRow, model: ModelSpec) -> Runtime:
     - Trained weights that rest in another dtype than the computation's need autocast, where FSDP does not cast them;
       so do quantised bases under that Trainer.
     - Selective checkpointing per operation, and a loss over parts of the vocabulary, are torchtitan's.
+    - MPT's own code calls a FlashAttention in Triton; all other programs predate torch's choice of cuDNN.
     """
     plan, lora = row.plan, row.lora
     sharding = _sharding(plan)
@@ -73,6 +74,7 @@ def runtime_of(row: MeasuredRow, model: ModelSpec) -> Runtime:
         fused_loss=plan.loss == "fused",
         compiled=plan.compile,
         fp8_linears=plan.compute_dtype == "fp8",
+        attention_kernel="triton" if model.model_type == "mpt" and plan.attention == "flash" else "flash",
         reentrant=full and trainer,
         every_second_matmul=plan.activation_checkpointing == "selective_op",
         upcasts_logits=model.model_type not in LOGITS_AS_THEY_ARE,

@@ -19,7 +19,10 @@ def step_of(*units: UnitCosts, ahead: int = 0, behind: int = 1, **changes: Any) 
     return StepCosts(
         units=units,
         names=tuple("abcdefgh"[:count]),
-        ahead=(*(tuple(range(place + 1, min(count, place + 1 + ahead))) for place in range(count)), tuple(range(ahead))),
+        ahead=(
+            *(tuple(range(place + 1, min(count, place + 1 + ahead))) for place in range(count)),
+            tuple(range(min(count, ahead))),
+        ),
         behind=tuple(tuple(range(place - 1, max(-1, place - 1 - behind), -1)) for place in range(count + 1)),
         **given,
     )

@@ -17,11 +17,12 @@ def test_the_first_fsdp_gathers_two_ahead_at_most():
 
 
 def test_the_first_fsdp_backward():
-    """Forward as FSDP2 here, but gather c waits until a is computed, at 7: 7-10. The root asks for c: the host waits for b,
-    at 11, gathered 11-14. c back 15-23; b's gather waits for c's forward, at 15: 15-18. Reduction c 23-28 was issued before
-    gather a, which waits for c's backward, at 23: 28-31. b 23-31, reduced 31-36, a 31-39, reduced 39-44."""
+    """Forward as FSDP2 here, but before gather c the host waits until a is computed, at 7: 7-10. Freed and not waited for
+    are then b and c. The root asks for c, so the host waits for b, at 11: 11-14. c's backward, 15-23, asks for b, when only
+    c is left: 14-17. Its weights are freed, its reduction is issued, 23-28; b's backward asks for a, and the host waits for
+    c's forward, at 15: the wire is free at 28, 28-31. b 23-31, reduced 31-36, a 31-39, reduced 39-44."""
     t = simulate(step_of(UNIT, UNIT, UNIT, rules="fsdp1"))
-    assert on(t, "all_gather") == [("a", 0, 3), ("b", 3, 6), ("c", 7, 10), ("c", 11, 14), ("b", 15, 18), ("a", 28, 31)]
+    assert on(t, "all_gather") == [("a", 0, 3), ("b", 3, 6), ("c", 7, 10), ("c", 11, 14), ("b", 14, 17), ("a", 28, 31)]
     assert on(t, "compute", "backward") == [("c", 15, 23), ("b", 23, 31), ("a", 31, 39)]
     assert on(t, "reduce_scatter") == [("c", 23, 28), ("b", 31, 36), ("a", 39, 44)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from dataclasses import dataclass
 from typing import get_args
 
@@ -19,7 +18,7 @@ from shardwise.engine.exchange import REDUCE_TAG, exchange
 from shardwise.engine.gathers import ExchangedGather
 from shardwise.measure.probe.compute import mixed_work
 from shardwise.measure.probe.team import Shape, Team, shapes
-from shardwise.measure.probe.timing import Body, Limits, Timing, climb, powers, seconds_of
+from shardwise.measure.probe.timing import Body, Limits, Timing, climb, host_clock, powers, seconds_of
 from shardwise.spec.speeds import TimedKind
 
 ITEM = 4
@@ -125,9 +124,10 @@ def _beside(
     """Return the seconds of a computation beside gathers, and those of starting one gather."""
     wholes = [torch.zeros(shard * group.size(), device=team.device) for _ in range(posted)]
     part = torch.zeros(shard, device=team.device)
-    started = time.perf_counter()
+    clock = host_clock(team.device)
+    started = clock()
     works = [_gather(whole, part, group, wait=False) for whole in wholes]
-    post = (time.perf_counter() - started) / posted
+    post = (clock() - started) / posted
     seconds = seconds_of(once, pieces, team.device) * pieces
     for work in works:
         if work is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ def measure_pairs(schedule: Sequence[Sequence[Pair]], team: Team, limits: Limits
     first = _tour(schedule, FIRST_BYTES, 1, team)
     slowest = max(first.values())
     size = min(limits.most_bytes, int(FIRST_BYTES * max(1.0, EXCHANGE_S / slowest)))
-    return Pairs(bytes=size, seconds=_tour(schedule, size, max(3, limits.repeats // 2), team))
+    return Pairs(bytes=size, seconds=_tour(schedule, size, limits.repeats, team))
 
 
 def _tour(schedule: Sequence[Sequence[Pair]], size: int, repeats: int, team: Team) -> dict[Pair, float]:
@@ -124,15 +124,18 @@ def slow_ranks(seconds: Mapping[int, float]) -> dict[int, float]:
 def slow_links(pairs: Pairs, team: Team, where: str) -> list[Finding]:
     """Name ranks whose fastest link is slow, and among the others links that are.
 
-    A rank is judged by its best link: a slow partner makes a link slow, not its other end.
+    A rank that has several partners is judged by its best link: one slow partner does not make it slow.
 
     Args:
         pairs: What was measured.
         team: All ranks, for their names.
         where: `inside a host`, `between hosts`.
     """
-    best = {rank: min(_of(rank, pairs)) for pair in pairs.seconds for rank in pair}
-    guilty = slow_ranks(best) if len(best) > 2 else {}
+    of_rank = {
+        rank: [pairs.seconds[key] for key in pairs.seconds if rank in key] for pair in pairs.seconds for rank in pair
+    }
+    best = {rank: min(seconds) for rank, seconds in of_rank.items()}
+    guilty = slow_ranks(best) if min(map(len, of_rank.values())) > 1 else {}
     found = []
     for rank, factor in sorted(guilty.items()):
         text = f"the link of {team.name(rank)} {where} is slow: {_rate(pairs.bytes, best[rank])} each way at best, "
@@ -176,9 +179,6 @@ def _without(values: Sequence[float], place: int) -> list[float]:
     return [*values[:place], *values[place + 1 :]]
 
 
-def _of(rank: int, pairs: Pairs) -> Iterable[float]:
-    return (value for pair, value in pairs.seconds.items() if rank in pair)
-
-
 def _rate(size: int, seconds: float) -> str:
-    return f"{size / seconds / 1e6:.3g} MB/s"
+    rate = size / seconds / 1e6
+    return f"{rate / 1e3:.1f} GB/s" if rate >= 1e3 else f"{rate:.1f} MB/s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from datetime import date
 
 import torch
 
-from shardwise.measure.probe import compute, links, peers
+from shardwise.measure.probe import compute, hooks, links, peers
 from shardwise.measure.probe.team import Team
 from shardwise.measure.probe.timing import CPU, CUDA, Limits, Timing, curve
 from shardwise.spec.speeds import CollectiveSpeed, DeviceSpeeds, HostSpeeds, Measured
@@ -18,6 +19,8 @@ from shardwise.spec.strict import Dtype
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
 """Dtypes of matrix products; one that a device has no units for is slow, and its curve says so."""
 
+BUSY = 0.7
+"""Load of a core, over the last minute, above which something else runs."""
 JUDGED_S = 1e-4
 """Shorter operations do not tell a slow rank from a disturbed one."""
 
@@ -44,6 +47,8 @@ class Probed:
     """Every curve."""
     findings: tuple[peers.Finding, ...]
     """What is slower than its like."""
+    notes: tuple[str, ...]
+    """What else the reader of the figures should know."""
     seconds: float
     """How long the probe took, without the start of its ranks."""
 
@@ -56,14 +61,15 @@ def limits_of(device: torch.device) -> Limits:
 def probe(team: Team, limits: Limits) -> Probed:
     """Measure everything. Collective; every rank returns the same."""
     started = time.monotonic()
-    source = _source(team)
+    source, notes = _source(team), _busy(team)
     device, rows = _device(team, limits)
     findings = _slow_devices(rows, team)
     speeds: list[CollectiveSpeed] = []
     host, host_rows = _host(team, limits, source)
     if team.world > 1:
         disturbed = links.disturbance(team, limits)
-        device = device.model_copy(update={"slowdown": disturbed.slowdown, "post_s": disturbed.post_s})
+        costs = {"slowdown": disturbed.slowdown, "post_s": disturbed.post_s}
+        device = device.model_copy(update={**costs, "unit_s": hooks.unit_s(team, limits, disturbed.post_s)})
         for timed in links.collectives(team, limits):
             nodes, per_node = timed.shape
             found = curve(timed.timings, source)
@@ -72,7 +78,7 @@ def probe(team: Team, limits: Limits) -> Probed:
         findings += _slow_links(team, limits)
     seconds = max(team.everyone(time.monotonic() - started))
     measured = Measured(device=device, collectives=tuple(speeds), host=host, source=source)
-    return Probed(measured=measured, rows=(*rows, *host_rows), findings=tuple(findings), seconds=seconds)
+    return Probed(measured=measured, rows=(*rows, *host_rows), findings=tuple(findings), notes=notes, seconds=seconds)
 
 
 def _device(team: Team, limits: Limits) -> tuple[DeviceSpeeds, list[Row]]:
@@ -118,6 +124,17 @@ def _slow_links(team: Team, limits: Limits) -> list[peers.Finding]:
         if schedule:
             found += peers.slow_links(peers.measure_pairs(schedule, team, limits), team, where)
     return found
+
+
+def _busy(team: Team) -> tuple[str, ...]:
+    """Say where cores had other work in the minute before the probe."""
+    cores = os.cpu_count() or 1
+    loads = team.everyone(os.getloadavg()[0] / cores)
+    rank = max(range(team.world), key=lambda rank: loads[rank])
+    if loads[rank] < BUSY:
+        return ()
+    where = team.hosts[rank] if team.nodes > 1 else "this machine"
+    return (f"{where} was busy before the probe (load {loads[rank]:.1f} a core): it looks slower than it is",)
 
 
 def _source(team: Team) -> str:

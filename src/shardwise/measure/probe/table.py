@@ -16,9 +16,9 @@ def print_probe(console: Console, cluster: Cluster, probed: Probed) -> None:
     """Print the best rate and the least time of every curve, and what is slow."""
     console.print(f"{cluster.name}: {probed.measured.source}, {probed.seconds:.0f} s", highlight=False)
     table = Table(box=None, pad_edge=False)
-    table.add_column("what")
+    table.add_column("what", no_wrap=True, min_width=max(len(row.what) for row in probed.rows))
     for column in ("smallest", "it takes", "largest", "it takes", "rate", "spread"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in probed.rows:
         small, large = row.timings[0], row.timings[-1]
         table.add_row(
@@ -33,8 +33,8 @@ def print_probe(console: Console, cluster: Cluster, probed: Probed) -> None:
     console.print(table)
     for line in _single(probed):
         console.print(line, highlight=False)
-    for finding in probed.findings:
-        console.print(Text(f"warning: {finding.text}", style="bold yellow"))
+    for text in (*probed.notes, *(finding.text for finding in probed.findings)):
+        console.print(Text(f"warning: {text}", style="bold yellow"))
 
 
 def probe_to_json(cluster: Cluster, probed: Probed) -> dict[str, Any]:
@@ -46,6 +46,7 @@ def probe_to_json(cluster: Cluster, probed: Probed) -> dict[str, Any]:
             {"what": found.subject, "ranks": list(found.ranks), "factor": found.factor, "text": found.text}
             for found in probed.findings
         ],
+        "notes": list(probed.notes),
         "seconds": probed.seconds,
     }
 
@@ -68,6 +69,7 @@ def _single(probed: Probed) -> list[str]:
             f"a collective under way: computing takes {device.slowdown:.2f} times as long, "
             f"starting one {_seconds(device.post_s)} of the host"
         )
+        lines.append(f"one FSDP2 unit: {_seconds(device.unit_s)} of the host in each pass")
     else:
         lines.append("one rank: there is nothing to measure between ranks")
     if measured.host is not None:
@@ -84,12 +86,12 @@ def _seconds(seconds: float) -> str:
 
 def _size(size: float, unit: str) -> str:
     if unit == "FLOPs":
-        return f"{_scaled(size, 1000, ('', 'M', 'G', 'T'), 1e3)}FLOP"
-    return f"{_scaled(size, 1024, ('KiB', 'MiB', 'GiB'), 1024)}"
+        return f"{_scaled(size, 1000, ('k', 'M', 'G', 'T'))}FLOP"
+    return f"{_scaled(size, 1024, ('Ki', 'Mi', 'Gi'))}B"
 
 
-def _scaled(size: float, step: float, units: tuple[str, ...], first: float) -> str:
-    value = size / first
+def _scaled(size: float, step: float, units: tuple[str, ...]) -> str:
+    value = size / step
     for unit in units[:-1]:
         if value < step:
             return f"{value:.3g} {unit}"
@@ -98,4 +100,6 @@ def _scaled(size: float, step: float, units: tuple[str, ...], first: float) -> s
 
 
 def _rate(rate: float, unit: str) -> str:
-    return f"{rate / 1e9:.3g} GFLOP/s" if unit == "FLOPs" else f"{rate / 1e9:.3g} GB/s"
+    if unit == "FLOPs":
+        return f"{_scaled(rate, 1000, ('k', 'M', 'G', 'T'))}FLOP/s"
+    return f"{_scaled(rate, 1000, ('k', 'M', 'G', 'T'))}B/s"

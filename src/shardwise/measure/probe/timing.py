@@ -23,7 +23,9 @@ class Limits:
     most_s: float
     """No size is taken whose operation is expected to last longer than this, in seconds."""
     repeats: int
-    """Measurements of one size, of which the median counts."""
+    """Measurements of one size, of which the median counts; at least 3."""
+    point_s: float
+    """Seconds that the repeats of one size may take together, as far as 3 of them do not take more."""
     least_s: float
     """Short operations are done again until a measurement lasts this long, in seconds."""
     most_bytes: int
@@ -32,9 +34,9 @@ class Limits:
     """Largest side of a weight in a matrix product."""
 
 
-CPU = Limits(most_s=0.3, repeats=7, least_s=0.01, most_bytes=64 << 20, most_side=1024)
+CPU = Limits(most_s=0.3, repeats=7, point_s=0.4, least_s=0.01, most_bytes=64 << 20, most_side=1024)
 """For processes on CPUs, which links of 200 Mbit/s may join."""
-CUDA = Limits(most_s=0.2, repeats=9, least_s=0.005, most_bytes=1 << 30, most_side=8192)
+CUDA = Limits(most_s=0.2, repeats=9, point_s=0.5, least_s=0.005, most_bytes=1 << 30, most_side=8192)
 """For GPUs."""
 MOST_AGAIN = 50
 """Operations of one measurement at most."""
@@ -72,14 +74,21 @@ def seconds_of(body: Body, again: int, device: torch.device) -> float:
     return (time.perf_counter() - started) / again
 
 
+def host_clock(device: torch.device) -> Callable[[], float]:
+    """Return the clock for what the host does for a device: on CPUs the thread's own seconds, as it waits for small
+    exchanges too; on GPUs, where it waits for nothing and backward has a thread of its own, those on the wall."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
 def time_one(body: Body, size: float, team: Team, limits: Limits) -> Timing:
     """Time one operation, on all ranks at once. Collective."""
     body()
     team.barrier()
     (once,) = team.slowest([seconds_of(body, 1, team.device)])
     again = max(1, min(MOST_AGAIN, round(limits.least_s / max(once, 1e-9))))
+    repeats = max(3, min(limits.repeats, int(limits.point_s / max(once * again, 1e-9))))
     mine = []
-    for _ in range(limits.repeats):
+    for _ in range(repeats):
         team.barrier()
         mine.append(seconds_of(body, again, team.device))
     found = team.slowest(mine)

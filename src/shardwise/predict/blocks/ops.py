@@ -115,27 +115,32 @@ def linear(
     inputs: int,
     flat: bool = False,
     packed: int = 0,
+    narrow: bool = False,
 ) -> Tensor:
     """A linear layer on rows of `inputs` elements; [rows, length, inputs] are looked at as a matrix, which `flat` is.
 
     `packed`: bytes of the weight where it is quantised. It is unpacked for the product and for that in backward, and
-    the input is saved (bitsandbytes does so for a gradient of the weight that nothing asks for).
+    the input is saved (bitsandbytes does so for a gradient of the weight that nothing asks for). `narrow`: products are
+    in fp8, for which every operand is cast.
     """
     rows, outputs, item = x.elements // inputs, weight.elements // inputs, weight.item
     x_needs, weight_needs = x.needs_grad, weight.needs_grad
     bias_needs = bias is not None and bias.needs_grad
     weight_node, bias_node = weight.node, bias.node if bias is not None else None
+    width = 1 if narrow else item
 
     def derivative(grad: Tensor, _: list[Tensor]) -> Grads:
+        if narrow:
+            _narrow(tape, item, rows * outputs, *(inputs * outputs,) * x_needs, *(rows * inputs,) * weight_needs)
         unpacked = tape.new(inputs * outputs, item, kind=TEMPORARY, reads=packed) if packed else None
         into = tape.new(rows * inputs, item, kind=TEMPORARY) if x_needs else None
         if x_needs:
-            tape.product(rows, outputs, inputs, item)
+            tape.product(rows, outputs, inputs, width)
         del unpacked
         into = into.view() if into is not None and not flat else into
         of_weight = tape.gradient(weight_node, inputs * outputs, item).view() if weight_needs else None
         if weight_needs:
-            tape.product(outputs, rows, inputs, item)
+            tape.product(outputs, rows, inputs, width)
         of_bias = tape.gradient(bias_node, outputs, item, reads=rows * outputs * item) if bias_needs else None
         return (into, of_weight) if bias is None else (into, of_weight, of_bias)
 
@@ -147,13 +152,22 @@ def linear(
     unpacked = tape.new(inputs * outputs, item, reads=packed) if packed else None
 
     def make() -> tuple[Tensor]:
-        tape.product(rows, inputs, outputs, item)
+        if narrow:
+            _narrow(tape, item, rows * inputs, inputs * outputs)
+        tape.product(rows, inputs, outputs, width)
         return (tape.new(rows * outputs, item),)
 
     (made,) = tape.keep("matmul", inputs, make)
     del unpacked
     made.node = node
     return made
+
+
+def _narrow(tape: Tape, item: int, *operands: int) -> None:
+    """Count the casts of operands of so many elements to fp8: the largest of each is looked for, then it is cast."""
+    for elements in operands:
+        tape.move(elements * item)
+        tape.move(elements * (item + 1))
 
 
 def plus_number(tape: Tape, x: Tensor) -> Tensor:

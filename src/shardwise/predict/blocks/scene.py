@@ -6,6 +6,7 @@ from shardwise.predict.blocks import activations, norms, ops, split_layers
 from shardwise.predict.blocks.setting import Layers, Setting
 from shardwise.predict.blocks.tape import UNCOUNTED, Storage, Tape, Tensor
 from shardwise.predict.quantized import packed_bytes
+from shardwise.spec import model_spec
 
 
 class Scene:
@@ -49,7 +50,8 @@ class Scene:
         packed = self._packed(f"{name}.weight")
         taken = ops.cast(tape, x, item) if autocast else x
         weight = self.parameter(f"{name}.weight")
-        result = ops.linear(tape, taken, weight, bias, inputs=site.inputs, flat=flat, packed=packed)
+        narrow = self.narrow(f"{name}.weight")
+        result = ops.linear(tape, taken, weight, bias, inputs=site.inputs, flat=flat, packed=packed, narrow=narrow)
         del taken
         if packed and autocast:
             result = ops.cast(tape, result, x.item)
@@ -63,12 +65,19 @@ class Scene:
         del dropped
         return ops.add(tape, result, ops.scale(tape, ops.linear(tape, low, b, inputs=site.rank, flat=flat)))
 
+    def narrow(self, weight: str) -> bool:
+        """Whether a matrix is multiplied in fp8: those of blocks may be."""
+        return self.setting.program.fp8_linears and self._of_block(weight) is not None
+
+    def _of_block(self, weight: str) -> model_spec.Tensor | None:
+        return next((tensor for tensor in self.layers.kind.tensors if tensor.name == weight), None)
+
     def _packed(self, weight: str) -> int:
         """Return the bytes of a quantised matrix: frozen ones of blocks are; 0 where it is not."""
         kind = self.setting.program.base_quantization
         if kind is None or weight in self.layers.trained:
             return 0
-        found = next((tensor for tensor in self.layers.kind.tensors if tensor.name == weight), None)
+        found = self._of_block(weight)
         return packed_bytes(found.shape[0], found.shape[-1], kind) if found is not None else 0
 
     def enter(self, part: str, x: Tensor) -> Tensor:

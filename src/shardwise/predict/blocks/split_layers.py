@@ -42,7 +42,8 @@ def _column(scene: Scene, name: str, x: Tensor) -> Tensor:
     tape, ranks, site = scene.tape, scene.setting.tensor, scene.layers.sites[name]
     bias = scene.parameter(f"{name}.bias", ranks) if site.bias else None
     weight = scene.parameter(f"{name}.weight", ranks)
-    result = given(scene, name, ops.linear(tape, x, weight, bias, inputs=site.inputs, flat=True))
+    narrow = scene.narrow(f"{name}.weight")
+    result = given(scene, name, ops.linear(tape, x, weight, bias, inputs=site.inputs, flat=True, narrow=narrow))
     if not site.rank:
         return result
     a = scene.adapter(f"{name}.A", site.inputs * site.rank)
@@ -68,7 +69,8 @@ def _row(scene: Scene, name: str, x: Tensor) -> Tensor:
     bias = scene.parameter(f"{name}.bias") if site.bias else None
     inputs = site.inputs // ranks
     weight = scene.parameter(f"{name}.weight", ranks)
-    result = summed(scene, ops.linear(tape, x, weight, bias, inputs=inputs, flat=True))
+    narrow = scene.narrow(f"{name}.weight")
+    result = summed(scene, ops.linear(tape, x, weight, bias, inputs=inputs, flat=True, narrow=narrow))
     if not site.rank:
         return result
     a = scene.adapter(f"{name}.A", inputs * site.rank)

@@ -33,7 +33,7 @@ def pace_of(
 
     Args:
         cluster: Its probe's curves if there are any, else the rates of its card.
-        runtime: The program: only FSDP has hooks around units.
+        runtime: The program: only FSDP has hooks around units, and some have attention kernels of their own.
         compiled: Blocks are compiled, so the host issues less.
         dtype: What is computed in, `bf16`, `fp16` or `fp32`; None: the one of two bytes that the card has units for.
         values: Constants by name, in the place of those of `predict.pace.constants`; such a pace is made anew.
@@ -43,7 +43,7 @@ def pace_of(
     """
     if values is not None:
         return _made(cluster, runtime, compiled, dtype, values)
-    key = (runtime.sharding, compiled, dtype)
+    key = (runtime.sharding, runtime.attention_kernel, compiled, dtype)
     return _known.get(cluster, key, lambda: _made(cluster, runtime, compiled, dtype, None))
 
 

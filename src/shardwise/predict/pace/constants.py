@@ -118,15 +118,18 @@ BACKWARD = 0.80
 (ring-attention#10); on RTX 4090 at 2048: 125 against 169, causal 99 against 151 (TVM's tl_doc); H100: 299 against 310
 at 8192, 239 against 295 at 1024 (flash-attention#2688); B200: 1208 against 1418 causal (flash-attention#2280)."""
 
-ATTENTION_KERNELS: dict[tuple[str, str], float] = {
-    ("flash", "hopper"): 0.52,
-    ("flash", "blackwell"): 0.30,
-    ("efficient", "any"): 0.50,
+ATTENTION_KERNELS: dict[tuple[str, str], tuple[float, float]] = {
+    ("flash", "hopper"): (0.52, 0.52),
+    ("flash", "blackwell"): (0.30, 0.30),
+    ("triton", "hopper"): (0.37, 0.26),
+    ("triton", "any"): (0.71, 0.50),
+    ("efficient", "any"): (0.50, 0.50),
 }
-"""Speed of kernels on a generation that they are not made for, per speed of those that are; 1 for all others.
-FlashAttention-2 on H100: 290 to 312 of 795 TFLOP/s forward (pytorch/benchmark#2296, flash-attention#2688), on B200
-340 to 381 of 1745 (flash-attention#1589). The memory-efficient kernel: 36 against 84 TFLOP/s causal at head size 128
-(TileGym#49), 27 to 43 against 50 to 55 (flash-attention#416)."""
+"""Speed, forward and backward, of kernels on a generation that they are not made for, per speed of those that are; 1
+for all others. FlashAttention-2 on H100: 290 to 312 of 795 TFLOP/s forward (pytorch/benchmark#2296,
+flash-attention#2688), on B200 340 to 381 of 1745 (flash-attention#1589). FlashAttention-1 in Triton: FlashAttention-2
+is 1.3 to 2.5 times as fast (arXiv 2307.08691), more so in backward. The memory-efficient kernel: 36 against 84 TFLOP/s
+causal at head size 128 (TileGym#49), 27 to 43 against 50 to 55 (flash-attention#416)."""
 
 IN_MODELS = {"cpu": 3, "cuda": 2}
 """Host time for one operation of a model, per operation that a probe times in a bare loop: modules, views and Python

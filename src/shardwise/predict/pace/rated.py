@@ -58,7 +58,7 @@ class RatedPace(Pace):
         self._share = best * value_of(SUSTAINED, values)
         self._half_full = value_of(HALF_FULL, values)
         self._attention = best * value_of(ATTENTION, values)
-        self._generation = generation(gpu)
+        self._kernel, self._generation = runtime.attention_kernel, generation(gpu)
         self._memory = rates.memory.value * value_of(MEMORY_SHARE, values)
         host = host_pace(cluster, rates, values)
         self._host_bytes_per_s, self._adam_s, self.assumed = host.bytes_per_s, host.adam_s, host.assumed
@@ -78,9 +78,11 @@ class RatedPace(Pace):
 
     def attention(self, call: AttentionWork) -> float:
         """Return KERNEL + computing + memory traffic: the first and the last tiles hide behind nothing."""
-        key = (call.kernel, self._generation)
-        made_for = ATTENTION_KERNELS.get(key, ATTENTION_KERNELS.get((call.kernel, "any"), 1.0))
-        rate = self._peak(call.item) * self._attention * made_for * (BACKWARD if call.backward else 1.0)
+        kernel = self._kernel or call.kernel
+        made_for = ATTENTION_KERNELS.get((kernel, self._generation)) or ATTENTION_KERNELS.get(
+            (kernel, "any"), (1.0, 1.0)
+        )
+        rate = self._peak(call.item) * self._attention * made_for[call.backward] * (BACKWARD if call.backward else 1.0)
         return KERNEL + call.flops / rate + call.moved / self._memory
 
     def copy(self, moved: float, operations: int = 1) -> float:

@@ -3,8 +3,8 @@
     timeline = simulate(step)      # StepCosts, in seconds -> Timeline
 
 `costs` says what goes in. On GPUs everything is issued on streams: `lanes` finds when it runs, `frame` plays a step,
-`streams` has what `nccl` (FSDP2), `fsdp1` and `ddp` share. `gloo` plays FSDP2 on CPUs, where the main thread computes and
-waits.
+`streams` has what `nccl` (FSDP2), `fsdp1` and `ddp` share. `gloo` plays FSDP2 on CPUs, where the main thread computes
+and waits.
 """
 
 from shardwise.predict.schedule.simulate import simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.predict.schedule.lanes import Gap, Interval, Lanes
+from shardwise.predict.schedule.lanes import Interval, Lanes
 from shardwise.spec.timeline import COMMUNICATION, Lane, Span, Timeline, Wait
 
 
@@ -32,8 +32,8 @@ class Totals:
         )
 
 
-def totals(lanes: Lanes, gaps: Sequence[Gap], begins: float, ends: float, worked: dict[Lane, float]) -> Totals:
-    """Return what of the communication between two instants falls into these gaps of the compute lane."""
+def totals(lanes: Lanes, gaps: Sequence[Interval], begins: float, ends: float, worked: dict[Lane, float]) -> Totals:
+    """Return the seconds between two instants, between which the compute lane stands still in these gaps."""
     any_lane = _union(lanes)
     return Totals(
         worked=worked,
@@ -54,8 +54,8 @@ def timeline(lanes: Lanes, ends: float, repeated: Totals | None, times: int, not
         notes: For the reader.
     """
     spans: tuple[Span, ...] = tuple(lanes.spans)  # type: ignore[arg-type]
-    tail = [Gap(lanes.free, ends, 0, None)] if ends > lanes.free else []
-    every = totals(lanes, lanes.gaps + tail, 0.0, ends, lanes.worked)
+    idle = [(gap[0], gap[1]) for gap in lanes.gaps]
+    every = totals(lanes, [*idle, (lanes.free, ends)], 0.0, ends, lanes.worked)
     if repeated is not None:
         every = every.plus(repeated, times)
     nothing = Span("issue", "issue", "", 0, 0.0, 0.0)
@@ -86,11 +86,10 @@ def _union(lanes: Lanes) -> Sequence[Interval]:
     return union
 
 
-def _overlap(gaps: Sequence[Gap], intervals: Sequence[Interval]) -> float:
+def _overlap(gaps: Sequence[Interval], intervals: Sequence[Interval]) -> float:
     """Return the seconds that lie in both; each is disjoint and in order."""
     seconds, place, count = 0.0, 0, len(intervals)
-    for gap in gaps:
-        begins, ends = gap[0], gap[1]
+    for begins, ends in gaps:
         while place < count and intervals[place][1] <= begins:
             place += 1
         other = place

@@ -86,7 +86,8 @@ class Frame(TravelLanes, ABC):
     def _repeat(self, times: int, before: Mark, after: Mark) -> None:
         """Let the last micro-batch happen some times more: count what it took, and go on that much later."""
         worked = {lane: seconds - before.worked[lane] for lane, seconds in after.worked.items()}
-        self.repeated = totals(self, self.gaps[before.gaps :], before.free, after.free, worked)
+        idle = [(max(gap.start, before.over), gap.end) for gap in self.gaps[before.gaps :]]
+        self.repeated = totals(self, [*idle, (after.free, after.over)], before.over, after.over, worked)
         self.times = times
         self.number += times
         self.host += times * (after.host - before.host)

@@ -1,8 +1,8 @@
 """PyTorch's first FSDP on GPUs (`torch/distributed/fsdp/_runtime_utils.py`), with its defaults.
 
-What differs from FSDP2: weights are used where they were gathered, nothing is copied out; before a gather is issued, the
-host waits until all but two of the units whose weights were freed have been computed (`limit_all_gathers`); gradients
-are cast beside the computation, and reductions never hold it up before the end of backward.
+What differs from FSDP2: weights are used where they were gathered, nothing is copied out; before a gather is issued,
+the host waits until all but one of the units whose weights were freed have been computed (`limit_all_gathers`);
+gradients are cast beside the computation, and reductions never hold it up before the end of backward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lanes of one GPU: what is issued on them, in the order in which the host issues it, and when it runs.
 
 A stream runs what it is given in order, a communicator runs collectives in the order in which they were issued, and
-whoever waits for an event waits for something issued before. So one pass in the order of issue is enough: every start is
-the latest of what it has to wait for. Only the compute lane is settled later than it is issued, because collectives that
-the host issues after an operation may run beside it and slow it down.
+whoever waits for an event waits for something issued before. So one pass in the order of issue is enough: every start
+is the latest of what it has to wait for. Only the compute lane is settled later than it is issued, because collectives
+that the host issues after an operation may run beside it and slow it down.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ class Lanes:
         self.gaps: list[Gap] = []
         self.under_way: list[Interval] = []
         """When any collective runs: disjoint, in order."""
-        self.intervals: dict[Lane, list[Interval]] = {
-            lane: [] for lane in COMMUNICATION
-        }
+        self.intervals: dict[Lane, list[Interval]] = {lane: [] for lane in COMMUNICATION}
         """When each lane of communication works, in order."""
         self.worked: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         """Seconds in which each lane works."""

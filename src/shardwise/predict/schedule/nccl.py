@@ -2,10 +2,10 @@
 
 Forward of unit i: its gather, unless it was issued ahead; the streams of gathers wait for the copy-out of the unit
 before; the compute lane waits for the gather, copies out, and computes. The next unit's gather is issued only then, yet
-the host runs ahead, so that up to two gathers go on beside the computation. In backward the gather of the unit before is
-issued after the copy-out, and starts after it. A reduction starts when its gradients are in its buffer; before that, the
-compute lane waits for the oldest of those in flight, where there are as many as may be. At the end of every backward it
-waits for the last of all.
+the host runs ahead, so that up to two gathers go on beside the computation. In backward the gather of the unit before
+is issued after the copy-out, and starts after it. A reduction starts when its gradients are in its buffer; before that,
+the compute lane waits for the oldest of those in flight, where there are as many as may be. At the end of every backward
+it waits for the last of all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from shardwise.predict.schedule.costs import StepCosts
 from shardwise.predict.schedule.streams import Streams
 from shardwise.spec.timeline import ROOT, Span
 
-TWO_COMMUNICATORS = "collectives on different communicators are counted at full speed each, also where they share a link"
+TWO_COMMUNICATORS = (
+    "collectives on different communicators are counted at full speed each, also where they share a link"
+)
 
 
 class Fsdp2(Streams):

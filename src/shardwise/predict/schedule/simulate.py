@@ -14,5 +14,5 @@ def simulate(step: StepCosts) -> Timeline:
     """Return what happens when in one optimizer step of rank 0, in seconds, all ranks being alike."""
     if step.rules == "gloo":
         return simulate_gloo(step)
-    rules = {"nccl": Fsdp2, "fsdp1": Fsdp1, "ddp": Ddp}[step.rules]
-    return rules(step).run()
+    rules: dict[str, type[Fsdp2 | Fsdp1 | Ddp]] = {"nccl": Fsdp2, "fsdp1": Fsdp1, "ddp": Ddp}
+    return rules[step.rules](step).run()

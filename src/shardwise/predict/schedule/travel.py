@@ -1,4 +1,4 @@
-"""What blocks save for backward travels to the host and back, beside the computation (`engine/activation_offload.py`)."""
+"""What blocks save for backward travels to the host and back, beside the computation: `engine.activation_offload`."""
 
 from __future__ import annotations
 

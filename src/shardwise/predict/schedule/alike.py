@@ -1,0 +1,152 @@
+"""Long rows of units that are alike: as soon as one goes as the one before it, the rest of the row is counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from shardwise.predict.schedule.costs import StepCosts
+from shardwise.predict.schedule.lanes import Interval
+from shardwise.predict.schedule.streams import Streams
+from shardwise.spec.timeline import Lane, Span
+
+SHORT = 4
+"""Units that are not worth counting."""
+ALIKE = 1e-9
+"""Share of a unit's seconds by which two of them may differ and count as alike."""
+BY_HOST = ("issue", "to_host", "host")
+"""Lanes of what the host was busy with or waited for."""
+
+
+class Border(NamedTuple):
+    """What the schedule of all that follows depends on, behind one unit; instants are seconds after `free`."""
+
+    free: float
+    """When the settled part of the compute lane ends."""
+    host: float
+    """When the host's thread is done."""
+    gaps: int
+    """Waits so far."""
+    worked: dict[Lane, float]
+    """Seconds of every lane so far."""
+    state: tuple[float, ...]
+    """Instants after `free` of all that is under way, events and counts."""
+
+
+class AlikeUnits(Streams):
+    """Streams that can leave out units in the middle of a row, where only totals are asked for."""
+
+    def __init__(self, step: StepCosts, brief: bool) -> None:
+        super().__init__(step)
+        self.brief = brief
+        self.gathers_after = 0
+        """Event of the compute lane for which the streams of gathers wait."""
+        self.copied_out = 0
+        """Event of the last copy-out in forward; 0: there was none."""
+        self.in_flight: deque[Span] = deque()
+        """Reductions whose buffers are kept, oldest first."""
+        self._border: Border | None = None
+
+    def skip(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
+        """Return the place of the last unit that is over: this one, or one further on if those between go alike.
+
+        Args:
+            place: The unit that was just issued.
+            way: 1 in forward, -1 in backward.
+            asked: Units that each unit gathers ahead.
+        """
+        before, now = self._border, self._mark_border(place, asked[place])
+        self._border = now
+        self.held_up = False
+        if before is None or not self._same(before, now):
+            return place
+        times = self._row(place, way, asked)
+        if times < SHORT:
+            return place
+        self._count(times, before, now)
+        self._move(place, times, way, now.free - before.free, asked[place])
+        self.host += times * (now.host - before.host)
+        self._border = None
+        return place + times * way
+
+    def _row(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
+        """Return how many units behind this one may be left out: alike are they, the two before, and all that they ask
+        for; one is left to be played."""
+        units, late = self.units, self.step.late
+        unit, offsets = units[place], tuple(other - place for other in asked[place])
+        last = place
+        while 0 <= last + way < len(units) and units[last + way] is unit and last + way != late:
+            last += way
+        reach = max((abs(offset) for offset in offsets), default=0)
+        times = abs(last - place) - max(1, reach)
+        for row in range(-1, times + 1):
+            other = place + row * way
+            if units[other] is not unit or tuple(target - other for target in asked[other]) != offsets:
+                return 0
+        return times
+
+    def _mark_border(self, place: int, asked: tuple[int, ...]) -> Border:
+        free, ends, count = self.free, self.ends, len(self.operations)
+        known = len(ends)
+        floor = ends[self.gathers_after - 1] if 0 < self.gathers_after <= known else free
+        copied = ends[self.copied_out - 1] if 0 < self.copied_out <= known else free
+        pending = self.operations[known:]
+        under_way: list[Interval] = []
+        for start, end in reversed(self.under_way):
+            if end <= free:
+                break
+            under_way.append((start, end))
+        clocks = (
+            copied,
+            *(max(floor, clock) for clock in (self.copy_in_free, self.gathers_free, self.turn, self.regathers_turn)),
+            *(max(free, clock) for clock in (self.reductions_free, self.reductions_turn, self.sums_free)),
+            max(floor, self.link_free("to_device")),
+            max(free, self.link_free("to_host")),
+            *(max(free, operation[0]) for operation in pending),
+            *(max(free, span.end) for span in self.in_flight),
+            *(span.end for other in asked if (span := self.arriving[other]) is not None),
+            *(max(free, instant) for interval in under_way for instant in interval),
+            self.reached,
+            floor,
+        )
+        counts = (count - self.gathers_after, count - self.copied_out, len(pending), len(self.in_flight), len(under_way))
+        state = (*counts, *(operation[2] for operation in pending), *(clock - free for clock in clocks))
+        return Border(free, self.host, len(self.gaps), dict(self.worked), state)
+
+    def _same(self, before: Border, now: Border) -> bool:
+        """Whether the next unit will go as the last one did."""
+        if len(before.state) != len(now.state):
+            return False
+        small = ALIKE * (now.free - before.free)
+        if any(abs(a - b) > small for a, b in zip(before.state, now.state, strict=True)):
+            return False
+        ahead = (now.free - now.host) - (before.free - before.host)
+        if abs(ahead) <= small:
+            return True
+        pending = self.operations[len(self.ends) :]
+        held_up = self.held_up or any(by is not None and bound > now.free and by.lane in BY_HOST for bound, by, *_ in pending)
+        return ahead > 0 and not held_up
+
+    def _count(self, times: int, before: Border, now: Border) -> None:
+        """Count what the last unit took some times more."""
+        idle = [(max(gap.start, before.free), gap.end) for gap in self.gaps[before.gaps :]]
+        self.count(times, idle, before.free, now.free, before.worked)
+
+    def _move(self, place: int, times: int, way: int, took: float, asked: tuple[int, ...]) -> None:
+        """Let everything that is under way happen that much later, for units that much further on."""
+        shift = times * took
+        known = len(self.ends)
+        since = min(known - 1, *(event - 1 for event in (self.gathers_after, self.copied_out) if event))
+        self.operations[known:] = [(bound + shift, *others) for bound, *others in self.operations[known:]]
+        for event in range(since, known - 1):
+            self.ends[event] += shift
+        self.later(shift)
+        for clock in CLOCKS:
+            setattr(self, clock, getattr(self, clock) + shift)
+        self.in_flight = deque(_later(span, shift) for span in self.in_flight)
+        self.reduced = [_later(span, shift) for span in self.reduced]
+        moved = [(other + times * way, self.arriving[other]) for other in asked]
+        for other in asked:
+            self.arriving[other] = None
+        for other, span in moved:
+            self.arriving[other] = None if span is None else _later(span, shift)
