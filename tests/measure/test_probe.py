@@ -15,7 +15,7 @@ from shardwise.measure.probe import peers
 from shardwise.measure.probe.links import collective
 from shardwise.measure.probe.run import probe
 from shardwise.measure.probe.team import Shape, Team, join, members, shapes
-from shardwise.measure.probe.timing import Limits, climb, powers
+from shardwise.measure.probe.timing import Limits, Timing, climb, curve, powers
 from shardwise.spec.speeds import Measured
 
 QUICK = Limits(most_s=0.1, repeats=3, point_s=1.0, least_s=0.001, most_bytes=1 << 16, most_side=64)
@@ -120,6 +120,16 @@ def test_sizes_rise_until_the_next_would_take_too_long():
     assert [timing.size for timing in found] == [1, 4, 16]
     assert all(timing.low <= timing.seconds <= timing.high for timing in found)
     assert found[-1].low >= 16e-3
+
+
+def test_a_disturbed_small_size_is_given_the_seconds_of_a_larger_one():
+    """1 KiB took 4 ms and 4 KiB took 1 ms, so 1 KiB takes no more than 1 ms."""
+
+    def timing(size: float, seconds: float) -> Timing:
+        return Timing(size=size, seconds=seconds, low=seconds, high=seconds, by_rank=(seconds,))
+
+    found = curve([timing(1024, 4e-3), timing(4096, 1e-3), timing(16384, 2e-3)], "here")
+    assert found.points == ((1024, 1e-3), (4096, 1e-3), (16384, 2e-3))
 
 
 def test_one_rank_alone_measures_its_device():

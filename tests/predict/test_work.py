@@ -13,13 +13,14 @@ from predict.test_blocks import COMBINATIONS, EAGER_ONLY, LORA, fitted
 from predict.work_truth import Seen, Sizes, ordered, watch
 from shardwise.predict.blocks import computation
 from shardwise.predict.tensor_axis import NORMS, TensorWork, tensor_exchanges
+from shardwise.predict.throughput import flops_of_step
 from shardwise.predict.work import AttentionWork, Exchange, PartWork, Product, Work
 from shardwise.spec.collectives import Key
 from shardwise.spec.layout import Mesh
 from shardwise.spec.method import Lora
 from shardwise.spec.runtime import Runtime
 
-OPERATIONS, MOVED = 0.15, 0.1
+OPERATIONS, MOVED = 0.1, 0.03
 """What the number of operations of a Llama block, and the bytes that they move, may be off."""
 
 UNEVEN = {"deepseek_v3": 0.004, "deepseek_v2": 0.004}
@@ -55,8 +56,10 @@ def assert_products(family: str, config: dict[str, Any], **combination: Any) -> 
     """Compare every matrix product of a step: their sizes, how often each, and FLOPs."""
     for name, work, seen in both(config, **combination):
         assert sizes_of(work) == seen.products, (name, combination)
-        flops = sum(made.flops * count for made, count in work.products)
-        assert flops == pytest.approx(seen.product_flops, rel=UNEVEN.get(family, 1e-12)), (name, combination)
+        assert _of_products(work) == pytest.approx(seen.product_flops, rel=UNEVEN.get(family, 1e-12)), (
+            name,
+            combination,
+        )
 
 
 @pytest.mark.parametrize("place", range(len(FAMILIES)), ids=list(FAMILIES))
@@ -101,7 +104,7 @@ def test_operations_and_bytes_of_every_family(family: str):
     for name, work, seen in both(FAMILIES[family], **fitted(family, COMBINATIONS[0])):
         if name.startswith("block"):
             assert work.operations == pytest.approx(seen.operations, rel=0.2), name
-            assert work.moved == pytest.approx(seen.moved, rel=MOVED), name
+            assert work.moved == pytest.approx(seen.moved, rel=0.1), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "starcoder2"])
@@ -207,7 +210,7 @@ def test_a_quantised_base_is_unpacked_in_forward_and_in_backward():
 
 
 def test_linear_layers_in_fp8():
-    """One byte an element in the 3 x 7 products of a block, not in the head; 2 + 3 operands are cast, each read twice."""
+    """One byte an element in the 3 x 7 products of a block, not in the head; 2 + 3 operands are read twice and cast."""
     work = workload(FAMILIES["llama"])
     wide = computation(work, SHARDWISE, "cuda")
     narrow = computation(work, Runtime(fp8_linears=True), "cuda")
@@ -291,6 +294,20 @@ def test_exchanges_are_those_of_the_tensor_axis(sequence: bool, vocab: int, chec
     if sequence:
         expected["all_reduce", "tensor", 96 * 2] -= NORMS * 3 + 1
     assert counts == +expected
+
+
+def test_model_flops_are_those_of_the_products():
+    """What MFU counts of products (6 a weight and token, the head's too) is computed, what is done again apart; of
+    attention it counts the whole square 3 times: 3 blocks, 6 heads of 16, two products of 2 FLOPs."""
+    chosen, config = plan(activation_checkpointing="full"), FAMILIES["llama"]
+    parts = works(config, chosen).values()
+    done = sum(_of_products(part.forward) + _of_products(part.backward) - _of_products(part.again) for part in parts)
+    attention = 3 * 3 * 2 * 2 * 6 * 16 * LENGTH * ROWS * LENGTH
+    assert flops_of_step(workload(config), chosen).model == done + attention
+
+
+def _of_products(work: Work) -> int:
+    return sum(made.flops * count for made, count in work.products)
 
 
 def test_totals():

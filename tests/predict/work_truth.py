@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
         """Run and note an operation."""
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if func.is_view or name in _NOTHING:
+        if func.is_view or name in _NOTHING or name.startswith("profiler::"):
             return out
         seen = self.seen.setdefault(self.part, Seen())
         seen.operations += 1

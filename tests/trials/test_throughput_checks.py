@@ -85,6 +85,15 @@ def test_products_in_fp8_are_the_programs():
     assert case.plan.dtypes.param == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("name", "attention", "kernel"),
+    [("mosaicml/mpt-7b", "flash", "triton"), ("mosaicml/mpt-7b", "sdpa", "flash"), ("small", "flash", "flash")],
+)
+def test_mpt_calls_the_first_flash_attention(name, attention, kernel):
+    case = checked(timed_row(1.0, model__name=name, plan__attention=attention), 1.0).timed.case
+    assert case.runtime.attention_kernel == kernel
+
+
 def test_a_card_of_unknown_speed_is_skipped():
     unknown = MeasuredRow.model_validate(timed_row(1.0, cluster__gpu="Z100-SXM-80GB"))
     (check,) = check_times([unknown])

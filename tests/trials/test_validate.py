@@ -8,8 +8,9 @@ import pytest
 
 from house.source import ROOT
 from shardwise.predict.constants import GIB
-from shardwise.trials import figures
+from shardwise.trials import figures, throughput_figures
 from shardwise.trials.measured import MeasuredRow, read_rows
+from shardwise.trials.ranking import ranked, together
 from shardwise.trials.refit import FITTED, fit, leave_one_out
 from shardwise.trials.throughput_checks import check_times
 from shardwise.trials.throughput_text import findings_of
@@ -49,14 +50,29 @@ def test_the_reach_on_the_published_rows(published):
     assert called.fits_called_fitting >= 0.97 * (called.fits_called_fitting + called.fits_called_oom)
 
 
+def test_the_reach_of_throughput_on_the_published_rows(throughput):
+    headline = throughput_figures.of_times(throughput.checks, headline=True)
+    overall = throughput_figures.of_times(throughput.checks)
+    assert (headline.rows, overall.rows) == (12, 186)
+    assert headline.median <= 0.10
+    assert headline.p90 <= 0.25
+    assert overall.median <= 0.14
+    assert overall.p90 <= 0.35
+    assert throughput.left_out.together.median <= 0.18
+    order = together(ranked(throughput.pairs).values())
+    assert order.pairs >= 27
+    assert order.right >= 0.9 * order.pairs
+
+
 def test_every_headline_row_is_predicted(published):
     assert all(check.memory is not None for check in published if "memory" in check.row.headline)
 
 
-def test_all_published_rows_take_seconds():
+@pytest.mark.parametrize("check", [check_rows, check_times])
+def test_all_published_rows_take_seconds(check):
     rows = read_rows(PUBLISHED)
     begin = time.process_time()
-    check_rows(rows)
+    check(rows)
     assert time.process_time() - begin < 10
 
 

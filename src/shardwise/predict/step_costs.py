@@ -10,7 +10,7 @@ from shardwise.predict.blocks import Computation
 from shardwise.predict.collectives import COUNTS_BYTES, LOSS_BYTES, NORM_BYTES, OVERFLOW_BYTES
 from shardwise.predict.links import Group, Links, group_of
 from shardwise.predict.pace import Pace
-from shardwise.predict.schedule.costs import Rules, RootCosts, StepCosts, UnitCosts, UpdateCosts
+from shardwise.predict.schedule.costs import RootCosts, Rules, StepCosts, UnitCosts, UpdateCosts
 from shardwise.predict.terms.facts import PlacedUnit
 from shardwise.predict.terms.step import Step
 from shardwise.predict.terms.unit_bytes import UnitBytes
@@ -20,7 +20,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.prefetch import ahead_of, behind_of
 from shardwise.spec.runtime import SHARDWISE, Runtime
-from shardwise.spec.strict import DTYPE_BYTES
+from shardwise.spec.speeds import TimedKind
 
 AXES = ("shard", "replicate", "tensor", "world")
 
@@ -190,7 +190,7 @@ class _Scale:
             found = self.groups[axis] = group_of(axis, self.plan.mesh, self.speeds.cluster.per_node)
         return found
 
-    def collective(self, kind: str, payload: float, axis: str) -> float:
+    def collective(self, kind: TimedKind, payload: float, axis: str) -> float:
         """Return the seconds of a collective; 0 over one rank or of nothing."""
         group = self.group(axis)
         if payload <= 0 or group.nodes * group.per_node == 1:
@@ -301,5 +301,3 @@ def _adding(size: UnitBytes, scale: _Scale) -> float:
 def _away(scale: _Scale) -> bool:
     """Whether shards lie on the host, apart from where is computed."""
     return scale.plan.offload.parameters and scale.speeds.cluster.gpu is not None
-
-

@@ -54,7 +54,8 @@ def timeline_of_step(
     if values is not None:
         return simulate(_costing(step, workload, cluster, runtime, values).step(step))
     compiled, dtype = runtime.compiled or step.plan.compile, step.plan.dtypes.param
-    key = (id(workload), id(cluster), id(runtime), compiled, dtype)  # an entry keeps all three alive, so their ids stay theirs
+    # An entry keeps all three alive, so their ids stay theirs.
+    key = (id(workload), id(cluster), id(runtime), compiled, dtype)
     found = _costings.get(key)
     if found is None:
         made = _costing(step, workload, cluster, runtime, None)

@@ -58,7 +58,8 @@ def runtime_of(row: MeasuredRow, model: ModelSpec) -> Runtime:
     - Trained weights that rest in another dtype than the computation's need autocast, where FSDP does not cast them;
       so do quantised bases under that Trainer.
     - Selective checkpointing per operation, and a loss over parts of the vocabulary, are torchtitan's.
-    - MPT's own code calls a FlashAttention in Triton; all other programs predate torch's choice of cuDNN.
+    - MPT's own code calls FlashAttention's first version, in Triton; programs of that age and somewhat younger predate
+      torch's choice of cuDNN.
     """
     plan, lora = row.plan, row.lora
     sharding = _sharding(plan)
@@ -74,7 +75,7 @@ def runtime_of(row: MeasuredRow, model: ModelSpec) -> Runtime:
         fused_loss=plan.loss == "fused",
         compiled=plan.compile,
         fp8_linears=plan.compute_dtype == "fp8",
-        attention_kernel="triton" if model.model_type == "mpt" and plan.attention == "flash" else "flash",
+        attention_kernel="triton" if plan.attention == "flash" and _is_mpt(row.model.name) else "flash",
         reentrant=full and trainer,
         every_second_matmul=plan.activation_checkpointing == "selective_op",
         upcasts_logits=model.model_type not in LOGITS_AS_THEY_ARE,
@@ -86,6 +87,11 @@ def runtime_of(row: MeasuredRow, model: ModelSpec) -> Runtime:
         optimizer_bytes=plan.optimizer_state_bytes_per_param,
         step_in_backward=plan.optimizer.endswith("_in_backward"),
     )
+
+
+def _is_mpt(name: str) -> bool:
+    """Whether a model is one of MosaicML's, whose class no stand-in has: `mosaicml/mpt-7b`."""
+    return name.rpartition("/")[2].lower().startswith("mpt-")
 
 
 def plan_of(row: MeasuredRow, runtime: Runtime) -> Plan:

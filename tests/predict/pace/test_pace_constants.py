@@ -18,10 +18,9 @@ WORK = Work(
 )
 
 
-def test_all_are_listed_and_there_are_few():
+def test_all_are_listed():
     found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
     assert {constant.name: constant for constant in CONSTANTS} == found
-    assert len(CONSTANTS) == len(found) == 7
 
 
 @pytest.mark.parametrize("constant", CONSTANTS, ids=lambda constant: constant.name)
@@ -31,7 +30,7 @@ def test_each_is_bounded_explained_and_of_effect(constant):
     assert any(char.isdigit() for char in constant.source), "a source has a figure or a number"
 
     def times(value):
-        here = pace_of(cluster(A100), Runtime(), compiled=False, values={constant.name: value})
+        here = pace_of(cluster(A100, nodes=2), Runtime(), compiled=False, values={constant.name: value})
         return here.seconds(WORK), here.issue(WORK), here.slowdown, here.host_adam(1e6)
 
     assert times(constant.low) != times(constant.high)

@@ -43,8 +43,11 @@ def attention(length, width, rows, heads, kernel, *, causal, backward=False):
     [(1024, 5.08), (1536, 7.87), (2048, 15.2), (3072, 38.4), (4096, 97.4), (6144, 319), (8192, 774)],
 )
 def test_products_of_a_b200(side, microseconds):
-    """Measured with torch's own kernels in bf16 (pytorch/ao#2427); its best product reaches 1745 (stas00)."""
-    assert pace(B200).product(square(side)) == pytest.approx(microseconds * 1e-6, rel=0.18)
+    """Measured with torch's own kernels in bf16 (pytorch/ao#2427), again and again on the same operands.
+
+    In a step caches are cold, so what is predicted is up to 30 % more, and hardly less.
+    """
+    assert 0.92 < pace(B200).product(square(side)) / (microseconds * 1e-6) < 1.30
 
 
 @pytest.mark.parametrize(
@@ -57,12 +60,13 @@ def test_products_of_a_5090(side, bf16, fp16):
 
 
 def test_a_large_product_of_each_card():
-    """The best that was measured (A100 271, H100 791 TFLOP/s) times SUSTAINED, 0.92: 250 and 728, less the last tiles.
+    """The best that was measured (A100 271, H100 791 TFLOP/s) times SUSTAINED, 0.90: 244 and 712, less the last tiles:
+    67.1e6 / (67.1e6 + 0.8e6) results = 0.988, so 241 and 704. 550 GFLOP take 2.28 and 0.78 ms.
 
-    16384 x 4096 results: 67.1e6 / (67.1e6 + 0.8e6) = 0.988, so 247 and 719.
+    302 MB at 0.8 x 2.039 and 3.35 TB/s are 185 and 113 us, of which 0.6 are added: 230 and 646 TFLOP/s in all.
     """
     product = Product(rows=16384, inner=4096, columns=4096, item=2)
-    for card, tera in ((A100, 247), (H100, 719)):
+    for card, tera in ((A100, 230), (H100, 646)):
         assert product.flops / pace(card).product(product) / 1e12 == pytest.approx(tera, rel=0.01)
 
 
@@ -186,9 +190,8 @@ def test_issue_of_eager_and_compiled_operations():
 
 
 def test_collectives_slow_computing_down_where_they_are_fast():
-    """12 % over NVLink inside a machine, a sixth of that over a network or PCIe."""
-    assert pace(A100).slowdown == pytest.approx(1.12)
-    assert pace(A100, nodes=2).slowdown == pytest.approx(1.02)
+    """12 % over NVLink, on several machines too; a sixth of that over PCIe."""
+    assert pace(A100).slowdown == pace(A100, nodes=2).slowdown == pytest.approx(1.12)
     assert pace(A5000).slowdown == pytest.approx(1.02)
 
 
@@ -203,10 +206,17 @@ def test_the_peak_is_of_the_dtype_of_computation():
 def test_products_by_bytes_of_an_element():
     """fp32 without tensor cores is 16 times slower on A100, fp8 twice as fast on H100 and unknown to an A100."""
     large = 8192
-    assert pace(A100).product(square(large, 4)) == pytest.approx(16 * pace(A100).product(square(large)), rel=0.01)
-    assert pace(H100).product(square(large, 1)) == pytest.approx(pace(H100).product(square(large)) / 2, rel=0.01)
+    assert pace(A100).product(square(large, 4)) == pytest.approx(16 * pace(A100).product(square(large)), rel=0.05)
+    assert pace(H100).product(square(large, 1)) == pytest.approx(pace(H100).product(square(large)) / 2, rel=0.05)
     with pytest.raises(BadInput, match="no units"):
         pace(A100).product(square(large, 1))
+
+
+def test_the_slowest_of_several_machines_is_waited_for():
+    """sqrt(2 ln 16) = 2.355 deviations of 1.3 %: 3.06 % on 16 machines, nothing on one."""
+    call = Product(rows=4096, inner=4096, columns=4096, item=2)
+    assert pace(A100, nodes=16).product(call) / pace(A100).product(call) == pytest.approx(1.0306, rel=1e-4)
+    assert pace(A100, nodes=16).copy(1e9) / pace(A100).copy(1e9) == pytest.approx(1.0306, rel=1e-4)
 
 
 def test_a_constant_can_be_given():

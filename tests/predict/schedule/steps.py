@@ -18,7 +18,7 @@ def step_of(*units: UnitCosts, ahead: int = 0, behind: int = 1, **changes: Any) 
     given: dict[str, Any] = {"root": RootCosts(unit=UnitCosts()), "update": UpdateCosts(), "rules": "nccl", **changes}
     return StepCosts(
         units=units,
-        names=tuple("abcdefgh"[:count]),
+        names=tuple("abcdefgh"[:count]) if count <= 8 else tuple(f"layers.{place}" for place in range(count)),
         ahead=(
             *(tuple(range(place + 1, min(count, place + 1 + ahead))) for place in range(count)),
             tuple(range(min(count, ahead))),

@@ -11,12 +11,15 @@ from rich.text import Text
 from shardwise.measure.probe.run import Probed, Row
 from shardwise.spec.cluster import Cluster
 
+WIDTH = 110
+"""Columns of the table, however narrow the terminal says it is: figures that are cut off tell nothing."""
+
 
 def print_probe(console: Console, cluster: Cluster, probed: Probed) -> None:
     """Print the best rate and the least time of every curve, and what is slow."""
     console.print(f"{cluster.name}: {probed.measured.source}, {probed.seconds:.0f} s", highlight=False)
     table = Table(box=None, pad_edge=False)
-    table.add_column("what", no_wrap=True, min_width=max(len(row.what) for row in probed.rows))
+    table.add_column("what", no_wrap=True)
     for column in ("smallest", "it takes", "largest", "it takes", "rate", "spread"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in probed.rows:
@@ -30,6 +33,7 @@ def print_probe(console: Console, cluster: Cluster, probed: Probed) -> None:
             _rate(large.size / large.seconds, row.unit),
             f"{(large.high - large.low) / large.seconds:.0%}",
         )
+    console.width = max(console.width, WIDTH)
     console.print(table)
     for line in _single(probed):
         console.print(line, highlight=False)

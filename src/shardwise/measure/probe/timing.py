@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -131,5 +132,11 @@ def powers(first: float, last: float, factor: float) -> list[float]:
 
 
 def curve(timings: Sequence[Timing], source: str) -> Curve:
-    """Return the curve through medians."""
-    return Curve(points=tuple((timing.size, timing.seconds) for timing in timings), source=source)
+    """Return the curve through medians. What is larger takes no less time: a smaller size that took longer than a
+    larger one was disturbed, and is given the larger one's seconds."""
+    least = math.inf
+    points = []
+    for timing in reversed(timings):
+        least = min(least, timing.seconds)
+        points.append((timing.size, least))
+    return Curve(points=tuple(reversed(points)), source=source)

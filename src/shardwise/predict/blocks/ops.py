@@ -71,11 +71,11 @@ def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     """`a * b`, the smaller one broadcast."""
     a_needs, b_needs = a.needs_grad, b.needs_grad
     size, item = max(a.elements, b.elements), max(a.item, b.item)
-    with_a, with_b = size * item + a.size, size * item + b.size
+    a_size, b_size, made_size = a.elements * a.item, b.elements * b.item, size * item
 
     def derivative(_: Tensor, __: list[Tensor]) -> Grads:
-        left = tape.new(size, item, reads=with_b) if a_needs else None
-        return left, tape.new(size, item, reads=with_a) if b_needs else None
+        left = tape.new(size, item, reads=made_size + b_size) if a_needs else None
+        return left, tape.new(size, item, reads=made_size + a_size) if b_needs else None
 
     node = tape.node((a, b), derivative)
     _fit(node, a, b)
@@ -83,7 +83,7 @@ def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
         tape.save(node, a)
     if a_needs:
         tape.save(node, b)
-    return tape.new(size, item, node, reads=a.size + b.size)
+    return tape.new(size, item, node, reads=a_size + b_size)
 
 
 def view(tape: Tape, x: Tensor, *, grad_copied: bool = False) -> Tensor:

@@ -96,7 +96,8 @@ class Tape:
         one that is counted otherwise.
         """
         if reads is not None:
-            self.move(reads + elements * item)
+            moves, moved = self.doing.moves, reads + elements * item
+            moves[moved] = moves.get(moved, 0) + self.times
         kind = self.kind if kind is None else kind
         return Tensor(Storage(self.memory, elements * item, kind), elements, item, node)
 

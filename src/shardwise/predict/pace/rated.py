@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log, sqrt
 
 from shardwise.predict.pace.base import Pace
 from shardwise.predict.pace.constants import (
@@ -13,11 +14,13 @@ from shardwise.predict.pace.constants import (
     COMPILED,
     HALF_FULL,
     ISSUE,
+    JITTER,
     KERNEL,
     MEMORY_SHARE,
     OVERLAP,
     SPLIT,
     SUSTAINED,
+    UNHIDDEN,
     UNIT_OPERATIONS,
     value_of,
 )
@@ -50,21 +53,23 @@ class RatedPace(Pace):
         eager = value_of(ISSUE, values)
         super().__init__(
             peak_flops=self._peaks[4 if dtype == "fp32" else 2],
-            slowdown=1 + overlap(cluster, gpu, values),
+            slowdown=1 + overlap(gpu, values),
             issue_s=eager * (COMPILED if compiled else 1),
             unit_issue=eager * UNIT_OPERATIONS if runtime.sharding in ("fsdp2", "fsdp1") else 0.0,
         )
         best = ACHIEVED if rates.achieved is None else rates.achieved.value
         self._share = best * value_of(SUSTAINED, values)
         self._half_full = value_of(HALF_FULL, values)
+        self._unhidden = value_of(UNHIDDEN, values)
         self._attention = best * value_of(ATTENTION, values)
         self._kernel, self._generation = runtime.attention_kernel, generation(gpu)
         self._memory = rates.memory.value * value_of(MEMORY_SHARE, values)
+        self._slowest = slowest(cluster.nodes, values)
         host = host_pace(cluster, rates, values)
         self._host_bytes_per_s, self._adam_s, self.assumed = host.bytes_per_s, host.adam_s, host.assumed
 
     def product(self, product: Product) -> float:
-        """Return KERNEL + the larger of computing and memory traffic.
+        """Return KERNEL + computing + the part of memory traffic that hides behind nothing; at least all traffic.
 
         computing = FLOPs / (peak x achieved x SUSTAINED x results / (results + HALF_FULL)); where the results do not
         fill the card, parts of a long sum count as results of their own.
@@ -74,7 +79,8 @@ class RatedPace(Pace):
         if results < 2 * half:
             results = min(2 * half, results * max(1.0, product.inner / SPLIT))
         rate = self._peak(product.item) * self._share * results / (results + half)
-        return KERNEL + max(product.flops / rate, product.moved / self._memory)
+        computing, traffic = product.flops / rate, product.moved / self._memory
+        return self._slowest * (KERNEL + max(computing + self._unhidden * traffic, traffic))
 
     def attention(self, call: AttentionWork) -> float:
         """Return KERNEL + computing + memory traffic: the first and the last tiles hide behind nothing."""
@@ -83,11 +89,11 @@ class RatedPace(Pace):
             (kernel, "any"), (1.0, 1.0)
         )
         rate = self._peak(call.item) * self._attention * made_for[call.backward] * (BACKWARD if call.backward else 1.0)
-        return KERNEL + call.flops / rate + call.moved / self._memory
+        return self._slowest * (KERNEL + call.flops / rate + call.moved / self._memory)
 
     def copy(self, moved: float, operations: int = 1) -> float:
         """Return KERNEL for every operation + memory traffic."""
-        return operations * KERNEL + moved / self._memory
+        return self._slowest * (operations * KERNEL + moved / self._memory)
 
     def host_copy(self, size: float) -> float:
         """Return the time of a copy over PCIe, all devices at once having lanes of their own."""
@@ -124,14 +130,21 @@ def peaks(gpu: Gpu, rates: Rates, dtype: str | None) -> dict[int, float]:
     return found
 
 
-def overlap(cluster: Cluster, gpu: Gpu, values: Mapping[str, float] | None) -> float:
+def overlap(gpu: Gpu, values: Mapping[str, float] | None) -> float:
     """Return how much longer computing takes while a collective runs, as a share of itself.
 
-    OVERLAP on NVLink or xGMI inside one machine. Over a network, and over PCIe, collectives keep a sixth of that: they
-    move fewer bytes per second with fewer multiprocessors (Calculon: 2 against 15 %).
+    OVERLAP on NVLink or xGMI, between machines too, where as many channels hold multiprocessors. Over PCIe a sixth of
+    that: NCCL has 2 to 4 channels there where it has 24 on NVLink (`predict.constants.NCCL_CHANNELS`).
     """
-    fast = gpu.link in ("nvlink", "xgmi") and cluster.nodes == 1
-    return value_of(OVERLAP, values) / (1 if fast else 6)
+    return value_of(OVERLAP, values) / (1 if gpu.link in ("nvlink", "xgmi") else 6)
+
+
+def slowest(nodes: int, values: Mapping[str, float] | None) -> float:
+    """Return how much longer the slowest of some machines takes than the middle one, on average, as a factor.
+
+    Every collective waits for it. 1 + JITTER x sqrt(2 ln nodes): the highest of so many normal deviations.
+    """
+    return 1 + value_of(JITTER, values) * sqrt(2 * log(nodes))
 
 
 def unknown(name: str, reason: str) -> Problem:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from shardwise.predict.schedule.costs import StepCosts
-from shardwise.predict.schedule.lanes import Interval
+from shardwise.predict.schedule.lanes import Interval, is_host
 from shardwise.predict.schedule.streams import Streams
 from shardwise.spec.timeline import Lane, Span
 
@@ -14,8 +14,16 @@ SHORT = 4
 """Units that are not worth counting."""
 ALIKE = 1e-9
 """Share of a unit's seconds by which two of them may differ and count as alike."""
-BY_HOST = ("issue", "to_host", "host")
-"""Lanes of what the host was busy with or waited for."""
+CLOCKS = (
+    "copy_in_free",
+    "gathers_free",
+    "reductions_free",
+    "sums_free",
+    "turn",
+    "reductions_turn",
+    "regathers_turn",
+)
+"""Instants of streams and communicators."""
 
 
 class Border(NamedTuple):
@@ -25,6 +33,8 @@ class Border(NamedTuple):
     """When the settled part of the compute lane ends."""
     host: float
     """When the host's thread is done."""
+    held_up: int
+    """How often the host has held something up so far."""
     gaps: int
     """Waits so far."""
     worked: dict[Lane, float]
@@ -36,16 +46,16 @@ class Border(NamedTuple):
 class AlikeUnits(Streams):
     """Streams that can leave out units in the middle of a row, where only totals are asked for."""
 
-    def __init__(self, step: StepCosts, brief: bool) -> None:
-        super().__init__(step)
-        self.brief = brief
+    def __init__(self, step: StepCosts, brief: bool = False) -> None:
+        super().__init__(step, brief)
         self.gathers_after = 0
         """Event of the compute lane for which the streams of gathers wait."""
         self.copied_out = 0
         """Event of the last copy-out in forward; 0: there was none."""
         self.in_flight: deque[Span] = deque()
         """Reductions whose buffers are kept, oldest first."""
-        self._border: Border | None = None
+        self.border: Border | None = None
+        """Behind the unit before, if it is in the same direction."""
 
     def skip(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
         """Return the place of the last unit that is over: this one, or one further on if those between go alike.
@@ -55,9 +65,10 @@ class AlikeUnits(Streams):
             way: 1 in forward, -1 in backward.
             asked: Units that each unit gathers ahead.
         """
-        before, now = self._border, self._mark_border(place, asked[place])
-        self._border = now
-        self.held_up = False
+        unit = self.units[place]
+        gathers = (unit.gather if way > 0 else unit.regather) > 0
+        before, now = self.border, self._mark_border(gathers, asked[place])
+        self.border = now
         if before is None or not self._same(before, now):
             return place
         times = self._row(place, way, asked)
@@ -66,7 +77,7 @@ class AlikeUnits(Streams):
         self._count(times, before, now)
         self._move(place, times, way, now.free - before.free, asked[place])
         self.host += times * (now.host - before.host)
-        self._border = None
+        self.border = None
         return place + times * way
 
     def _row(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
@@ -85,11 +96,10 @@ class AlikeUnits(Streams):
                 return 0
         return times
 
-    def _mark_border(self, place: int, asked: tuple[int, ...]) -> Border:
-        free, ends, count = self.free, self.ends, len(self.operations)
-        known = len(ends)
-        floor = ends[self.gathers_after - 1] if 0 < self.gathers_after <= known else free
-        copied = ends[self.copied_out - 1] if 0 < self.copied_out <= known else free
+    def _mark_border(self, gathers: bool, asked: tuple[int, ...]) -> Border:
+        free, ends, known = self.free, self.ends, len(self.ends)
+        floor = ends[self.gathers_after - 1] if gathers and 0 < self.gathers_after <= known else free
+        copied = ends[self.copied_out - 1] if gathers and 0 < self.copied_out <= known else free
         pending = self.operations[known:]
         under_way: list[Interval] = []
         for start, end in reversed(self.under_way):
@@ -109,9 +119,10 @@ class AlikeUnits(Streams):
             self.reached,
             floor,
         )
-        counts = (count - self.gathers_after, count - self.copied_out, len(pending), len(self.in_flight), len(under_way))
+        unsettled = (max(0, event - known) for event in (self.gathers_after, self.copied_out))
+        counts = (*unsettled, len(pending), len(self.in_flight), len(under_way))
         state = (*counts, *(operation[2] for operation in pending), *(clock - free for clock in clocks))
-        return Border(free, self.host, len(self.gaps), dict(self.worked), state)
+        return Border(free, self.host, self.held_up, len(self.gaps), dict(self.worked), state)
 
     def _same(self, before: Border, now: Border) -> bool:
         """Whether the next unit will go as the last one did."""
@@ -124,8 +135,8 @@ class AlikeUnits(Streams):
         if abs(ahead) <= small:
             return True
         pending = self.operations[len(self.ends) :]
-        held_up = self.held_up or any(by is not None and bound > now.free and by.lane in BY_HOST for bound, by, *_ in pending)
-        return ahead > 0 and not held_up
+        holds = any(by is not None and bound > now.free and is_host(by) for bound, by, *_ in pending)
+        return ahead > 0 and now.held_up == before.held_up and not holds
 
     def _count(self, times: int, before: Border, now: Border) -> None:
         """Count what the last unit took some times more."""
@@ -137,7 +148,7 @@ class AlikeUnits(Streams):
         shift = times * took
         known = len(self.ends)
         since = min(known - 1, *(event - 1 for event in (self.gathers_after, self.copied_out) if event))
-        self.operations[known:] = [(bound + shift, *others) for bound, *others in self.operations[known:]]
+        self.operations[known:] = [(operation[0] + shift, *operation[1:]) for operation in self.operations[known:]]
         for event in range(since, known - 1):
             self.ends[event] += shift
         self.later(shift)
@@ -150,3 +161,7 @@ class AlikeUnits(Streams):
             self.arriving[other] = None
         for other, span in moved:
             self.arriving[other] = None if span is None else _later(span, shift)
+
+
+def _later(span: Span, shift: float) -> Span:
+    return span._replace(start=span.start + shift, end=span.end + shift)

@@ -13,8 +13,6 @@ from shardwise.spec.timeline import COMMUNICATION, Lane, Span, Timeline, Wait
 class Totals:
     """Seconds of a stretch of a step."""
 
-    worked: dict[Lane, float]
-    """In which each lane works."""
     exposed: dict[Lane, float]
     """In which each lane of communication works and nothing is computed."""
     exposed_s: float
@@ -25,45 +23,46 @@ class Totals:
     def plus(self, other: Totals, times: int) -> Totals:
         """Return these and some times others."""
         return Totals(
-            worked={lane: seconds + times * other.worked[lane] for lane, seconds in self.worked.items()},
             exposed={lane: seconds + times * other.exposed[lane] for lane, seconds in self.exposed.items()},
             exposed_s=self.exposed_s + times * other.exposed_s,
             communication_s=self.communication_s + times * other.communication_s,
         )
 
 
-def totals(lanes: Lanes, gaps: Sequence[Interval], begins: float, ends: float, worked: dict[Lane, float]) -> Totals:
+def totals(lanes: Lanes, gaps: Sequence[Interval], begins: float, ends: float) -> Totals:
     """Return the seconds between two instants, between which the compute lane stands still in these gaps."""
     any_lane = _union(lanes)
     return Totals(
-        worked=worked,
         exposed={lane: _overlap(gaps, lanes.intervals[lane]) for lane in COMMUNICATION},
         exposed_s=_overlap(gaps, any_lane),
         communication_s=_within(any_lane, begins, ends),
     )
 
 
-def timeline(lanes: Lanes, ends: float, repeated: Totals | None, times: int, notes: tuple[str, ...]) -> Timeline:
+def timeline(lanes: Lanes, ends: float, repeats: Sequence[tuple[Totals, int]], brief: bool, notes: tuple[str, ...]) -> Timeline:
     """Return the Timeline of a step that is over.
 
     Args:
         lanes: With everything settled.
         ends: When the step ends.
-        repeated: Micro-batches that were not played one by one: one of them.
-        times: How many.
+        repeats: What was not played but counted: once, and how many times more.
+        brief: Without spans and waits.
         notes: For the reader.
     """
-    spans: tuple[Span, ...] = tuple(lanes.spans)  # type: ignore[arg-type]
     idle = [(gap[0], gap[1]) for gap in lanes.gaps]
-    every = totals(lanes, [*idle, (lanes.free, ends)], 0.0, ends, lanes.worked)
-    if repeated is not None:
-        every = every.plus(repeated, times)
-    nothing = Span("issue", "issue", "", 0, 0.0, 0.0)
+    every = totals(lanes, [*idle, (lanes.free, ends)], 0.0, ends)
+    for once, times in repeats:
+        every = every.plus(once, times)
+    spans: tuple[Span, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    if not brief:
+        spans = tuple(lanes.spans)  # type: ignore[arg-type]
+        waits = tuple(Wait(start, end, spans[place], by) for start, end, place, by in lanes.gaps)  # type: ignore[arg-type]
     return Timeline(
         step_s=ends,
         spans=spans,
-        waits=tuple(Wait(start, end, spans[place], by or nothing) for start, end, place, by in lanes.gaps),
-        busy=every.worked,
+        waits=waits,
+        busy=lanes.worked,
         exposed=every.exposed,
         exposed_s=every.exposed_s,
         hidden_s=every.communication_s - every.exposed_s,

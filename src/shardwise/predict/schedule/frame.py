@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from shardwise.predict.schedule.costs import StepCosts
 from shardwise.predict.schedule.exposure import Totals, timeline, totals
+from shardwise.predict.schedule.lanes import Interval
 from shardwise.predict.schedule.travel import TravelLanes
 from shardwise.spec.timeline import Lane, Timeline
 
@@ -23,8 +25,12 @@ class Mark(NamedTuple):
     """When it has computed the last of it."""
     host: float
     """When the host's thread is."""
+    held_up: int
+    """How often the host has held something up so far."""
     gaps: int
-    """How often computing has waited so far."""
+    """How often computing has waited."""
+    repeats: int
+    """How often something was counted instead of played."""
     worked: dict[Lane, float]
     """Seconds of every lane so far."""
 
@@ -35,13 +41,15 @@ class Frame(TravelLanes, ABC):
     notes: tuple[str, ...] = ()
     """What a reader has to know of the figures."""
 
-    def __init__(self, step: StepCosts) -> None:
+    def __init__(self, step: StepCosts, brief: bool = False) -> None:
         super().__init__(step.slowdown, step.units, step.names)
         self.step = step
         self.units = step.units
         self.names = step.names
-        self.repeated: Totals | None = None
-        self.times = 0
+        self.brief = brief
+        """Only totals are asked for."""
+        self.repeats: list[tuple[Totals, int]] = []
+        """What was not played but counted: once, and how many times more."""
 
     @abstractmethod
     def micro_batch(self, last: bool) -> None:
@@ -53,13 +61,12 @@ class Frame(TravelLanes, ABC):
         if agree > 0:
             self.host_waits(agree, self.collective("all_reduce", "exchange", "", 0.0, agree))
         self._micro_batches()
-        return timeline(self, self._finish(), self.repeated, self.times, self.notes)
+        return timeline(self, self._finish(), self.repeats, self.brief, self.notes)
 
     def _micro_batches(self) -> None:
         count = self.step.micro_batches
         while self.number < count:
             before = self._mark()
-            self.host_bound = False
             self.micro_batch(self.number == count - 1)
             after = self._mark()
             self.number += 1
@@ -69,7 +76,7 @@ class Frame(TravelLanes, ABC):
         self.number = count - 1
 
     def _mark(self) -> Mark:
-        return Mark(self.now(), self.free, self.host, len(self.gaps), dict(self.worked))
+        return Mark(self.now(), self.free, self.host, self.held_up, len(self.gaps), len(self.repeats), dict(self.worked))
 
     def _steady(self, before: Mark, after: Mark) -> bool:
         """Whether the next micro-batch goes as the last one did: nothing is under way beyond its end, and the host runs
@@ -79,19 +86,33 @@ class Frame(TravelLanes, ABC):
         was_ahead, is_ahead = before.over - before.host, after.over - after.host
         if abs(is_ahead - was_ahead) <= ALIKE * (after.over - before.over):
             return True
-        waits = self.gaps[before.gaps :]
-        held_up = self.host_bound or any(gap.by is not None and gap.by.lane == "issue" for gap in waits)
-        return is_ahead > was_ahead and not held_up
+        return is_ahead > was_ahead and after.held_up == before.held_up
 
     def _repeat(self, times: int, before: Mark, after: Mark) -> None:
         """Let the last micro-batch happen some times more: count what it took, and go on that much later."""
-        worked = {lane: seconds - before.worked[lane] for lane, seconds in after.worked.items()}
         idle = [(max(gap.start, before.over), gap.end) for gap in self.gaps[before.gaps :]]
-        self.repeated = totals(self, [*idle, (after.free, after.over)], before.over, after.over, worked)
-        self.times = times
+        inner = [(once, count * times) for once, count in self.repeats[before.repeats :]]
+        self.count(times, [*idle, (after.free, after.over)], before.over, after.over, before.worked)
+        self.repeats.extend(inner)
         self.number += times
         self.host += times * (after.host - before.host)
         self.later(times * (after.over - before.over))
+
+    def count(
+        self, times: int, idle: Sequence[Interval], begins: float, ends: float, worked: Mapping[Lane, float]
+    ) -> None:
+        """Count what has gone on between two instants some times more.
+
+        Args:
+            times: How many.
+            idle: When the compute lane stood still.
+            begins: The first instant.
+            ends: The last.
+            worked: Seconds of every lane before.
+        """
+        self.repeats.append((totals(self, idle, begins, ends), times))
+        for lane, seconds in self.worked.items():
+            self.worked[lane] = seconds + times * (seconds - worked[lane])
 
     def _finish(self) -> float:
         """Clip and update; returns when the step ends."""

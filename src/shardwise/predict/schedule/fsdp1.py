@@ -20,8 +20,8 @@ FREED = 2
 class Fsdp1(Streams):
     """One optimizer step of FSDP's first version."""
 
-    def __init__(self, step: StepCosts) -> None:
-        super().__init__(step)
+    def __init__(self, step: StepCosts, brief: bool = False) -> None:
+        super().__init__(step, brief)
         self.gathers_after = 0
         self.freed: deque[int] = deque()
         """Events after which the weights of a unit are free, oldest first."""
@@ -79,7 +79,7 @@ class Fsdp1(Streams):
             until = self.when(event)
             if until > self.host:
                 self.host_waits(until, self.span_before(event))
-                self.host_bound = True
+                self.held_up += 1
         self.gather(place, seconds, max(ready, self.host), apart=False)
 
     def _reduce(self, place: int) -> None:

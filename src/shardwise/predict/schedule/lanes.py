@@ -14,9 +14,17 @@ from typing import NamedTuple
 from shardwise.spec.timeline import COMMUNICATION, LANES, Lane, Span, What
 
 Interval = tuple[float, float]
+Operation = tuple[float, Span | None, float, What, str, int]
+"""Something issued on the compute lane: it starts no earlier than this, because of this; how long it takes while nothing
+slows it down (0: an event, or a mark); what it is, for which unit, and the place of its span."""
 MARKS: frozenset[What] = frozenset({"leave", "return"})
 """What stands for itself on the compute lane and takes no time there."""
 _new = tuple.__new__
+
+
+def is_host(span: Span) -> bool:
+    """Whether the host's thread was busy with this, or may have waited for it."""
+    return span.lane in ("issue", "to_host", "host") or span.what == "exchange"
 
 
 class Gap(NamedTuple):
@@ -32,23 +40,6 @@ class Gap(NamedTuple):
     """What it waited for."""
 
 
-class Operation(NamedTuple):
-    """Something issued on the compute lane."""
-
-    bound: float
-    """It starts no earlier."""
-    by: Span | None
-    """Because of this."""
-    seconds: float
-    """How long it takes while nothing slows it down; 0: it is an event, or a copy of saved activations."""
-    what: What
-    """What it is."""
-    unit: str
-    """For which unit."""
-    place: int
-    """Place of its span."""
-
-
 class Lanes:
     """The lanes of one device and its host."""
 
@@ -60,8 +51,8 @@ class Lanes:
         """When the host's thread issues the next thing."""
         self.host_by: Span | None = None
         """What it was last busy with or waited for."""
-        self.host_bound = False
-        """Whether a gather was issued later than its streams could have begun it."""
+        self.held_up = 0
+        """How often something could have begun before the host issued it."""
         self.free = 0.0
         """When the settled part of the compute lane ends."""
         self.spans: list[Span | None] = []
@@ -99,20 +90,20 @@ class Lanes:
         if issued > bound:
             bound, by = issued, self.host_by
         self._bound = 0.0
-        self.operations.append(_new(Operation, (bound, by, seconds, what, unit, len(spans))))
+        self.operations.append((bound, by, seconds, what, unit, len(spans)))
         if seconds > 0:
             spans.append(None)
 
     def event(self) -> int:
         """Return what has happened when all that is issued on the compute lane so far has; see `when`."""
         if self._bound > 0:
-            self.operations.append(_new(Operation, (self._bound, self._by, 0.0, "exchange", "", 0)))
+            self.operations.append((self._bound, self._by, 0.0, "exchange", "", 0))
             self._bound = 0.0
         return len(self.operations)
 
     def mark(self, what: What, unit: str) -> None:
         """Issue something that `passed` does when the compute lane comes to it."""
-        self.operations.append(_new(Operation, (self._bound, self._by, 0.0, what, unit, 0)))
+        self.operations.append((self._bound, self._by, 0.0, what, unit, 0))
         self._bound = 0.0
 
     def when(self, event: int) -> float:
@@ -124,8 +115,8 @@ class Lanes:
     def span_before(self, event: int) -> Span | None:
         """Return what was computed last before an event, which has been asked for by `when`."""
         for operation in reversed(self.operations[:event]):
-            if operation.seconds > 0:
-                return self.spans[operation.place]
+            if operation[2] > 0:
+                return self.spans[operation[5]]
         return None
 
     def now(self) -> float:
@@ -134,7 +125,8 @@ class Lanes:
 
     def settle(self, count: int) -> None:
         """Find when the first `count` operations run."""
-        free, spans, ends, slowdown, number = self.free, self.spans, self.ends, self.slowdown, self.number
+        free, spans, ends, number, under_way = self.free, self.spans, self.ends, self.number, self.under_way
+        slows, computed = self.slowdown > 1 and bool(under_way), 0.0
         for bound, by, seconds, what, unit, place in self.operations[len(ends) : count]:
             if seconds <= 0:
                 self.free = free
@@ -149,12 +141,15 @@ class Lanes:
             start = free
             if bound > free:
                 self.gaps.append(_new(Gap, (free, bound, place, by)))
+                if by is not None and is_host(by):
+                    self.held_up += 1
                 start = bound
-            free = start + seconds if slowdown <= 1 else self._slowed(start, seconds)
+            free = self._slowed(start, seconds) if slows and under_way[-1][1] > start else start + seconds
             spans[place] = _new(Span, ("compute", what, unit, number, start, free))
-            self.worked["compute"] += free - start
+            computed += free - start
             ends.append(free)
         self.free = free
+        self.worked["compute"] += computed
 
     def passed(self, what: What, unit: str) -> None:
         """Do what a mark stands for; the compute lane has come to it."""

@@ -10,34 +10,27 @@ it waits for the last of all.
 
 from __future__ import annotations
 
-from collections import deque
-
+from shardwise.predict.schedule.alike import AlikeUnits
 from shardwise.predict.schedule.costs import StepCosts
-from shardwise.predict.schedule.streams import Streams
-from shardwise.spec.timeline import ROOT, Span
+from shardwise.spec.timeline import ROOT
 
 TWO_COMMUNICATORS = (
     "collectives on different communicators are counted at full speed each, also where they share a link"
 )
 
 
-class Fsdp2(Streams):
+class Fsdp2(AlikeUnits):
     """One optimizer step of FSDP2 with NCCL."""
 
-    def __init__(self, step: StepCosts) -> None:
-        super().__init__(step)
-        self.gathers_after = 0
-        """Event of the compute lane for which the streams of gathers wait."""
-        self.copied_out = 0
-        """Event of the last copy-out in forward; 0: there was none."""
-        self.in_flight: deque[Span] = deque()
-        """Reductions whose buffers are kept, oldest first."""
+    def __init__(self, step: StepCosts, brief: bool = False) -> None:
+        super().__init__(step, brief)
         if step.separate_group or step.regather_group:
             self.notes = (TWO_COMMUNICATORS,)
 
     def micro_batch(self, last: bool) -> None:
         """Issue a forward and its backward."""
         self.begin(last)
+        self.border = None
         self._forward()
         self._backward()
 
@@ -46,13 +39,17 @@ class Fsdp2(Streams):
         self.gathers_after, self.copied_out = self.event(), 0
         self._arrive(len(names), ahead[-1])
         self.compute(root.embed, "forward", ROOT, root.embed_issue)
-        for place, unit in enumerate(self.units):
+        place = -1
+        while (place := place + 1) < len(names):
+            unit = self.units[place]
             self._arrive(place, ahead[place])
             self.compute(unit.forward, "forward", names[place], unit.forward_issue)
             if unit.travel > 0:
                 self.leaves(names[place])
+            elif self.brief:
+                place = self.skip(place, 1, ahead)
         self.compute(root.head, "forward", ROOT, root.head_issue)
-        self.gathers_after = self.copied_out or self.gathers_after
+        self.gathers_after, self.copied_out = self.copied_out or self.gathers_after, 0
 
     def _arrive(self, place: int, ahead: tuple[int, ...]) -> None:
         """Have a unit's weights for forward, and issue the gathers that it asks for ahead."""
@@ -88,9 +85,11 @@ class Fsdp2(Streams):
 
     def _backward(self) -> None:
         root, names, late = self.step.root, self.names, self.step.late
+        self.border = None
         self._return(len(names))
         self.compute(root.head_backward, "backward", ROOT, root.head_backward_issue)
-        for place in range(len(names) - 1, -1, -1):
+        place = len(names)
+        while (place := place - 1) >= 0:
             unit = self.units[place]
             if unit.backward > 0 or unit.trains:
                 self._return(place)
@@ -99,6 +98,8 @@ class Fsdp2(Streams):
                 self.compute(unit.backward, "backward", names[place], unit.backward_issue)
                 if place != late:
                     self._reduce(place)
+                if self.brief and unit.travel <= 0:
+                    place = self.skip(place, -1, self.step.behind)
         self.compute(root.embed_backward, "backward", ROOT, root.embed_backward_issue)
         self._reduce(len(names))
         self.over()

@@ -10,8 +10,8 @@ from shardwise.spec.timeline import ROOT, Span
 class Streams(Frame):
     """One optimizer step on a GPU: its side streams, in the order of issue."""
 
-    def __init__(self, step: StepCosts) -> None:
-        super().__init__(step)
+    def __init__(self, step: StepCosts, brief: bool = False) -> None:
+        super().__init__(step, brief)
         self.all = (*step.units, step.root.unit)
         self.called = (*step.names, ROOT)
         self.reduces = self.sums = True
@@ -37,7 +37,8 @@ class Streams(Frame):
         """Issue what a gather is made from: shards from the host, cast into the buffer. Returns when it is there."""
         start = max(ready, self.copy_in_free)
         if self.host > start:
-            start, self.host_bound = self.host, True
+            start = self.host
+            self.held_up += 1
         if unit.fetch > 0:
             start = max(start, self.link_free("to_device"))
             start = self.copy("to_device", "fetch", name, start, start + unit.fetch).end

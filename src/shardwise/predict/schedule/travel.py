@@ -39,7 +39,7 @@ class TravelLanes(Lanes):
         """Issue the copies that a mark stands for."""
         if what == "leave":
             seconds = self.travel[unit]
-            computed = self.spans[self.operations[len(self.ends) - 1].place]
+            computed = self.spans[self.operations[len(self.ends) - 1][5]]
             begun = self.free if computed is None else computed.start
             start = max(begun, self.free - seconds, self._travels_free, self.link_free("to_host"))
             before, self._left = self._left, self.copy("to_host", "leave", unit, start, start + seconds)
