@@ -61,7 +61,22 @@ What is known of the causes:
 THROUGHPUT_CAUSES = """
 What is known of the causes:
 
-- to be written
+- LLMF-120, LLMF-121, LLMF-179, LLMF-068: the source contradicts itself. From LLMF-119 to LLMF-121 the same tokens are
+  cut into shorter rows, which makes every other model and card faster and this one 9 % slower; LLMF-179 is a fifth
+  slower than the same run on half and on twice as many GPUs; LLMF-068 is slower on 8 GPUs than LLMF-067 on 16.
+- LLMF-020 to LLMF-026, LLMF-217, LLMF-218, LLMF-223: large models with few tokens per forward, where gathers and
+  reductions are under way for a fifth to half of the step. They are hidden in the prediction, and cost more than the
+  share of the device that is taken for them.
+- LLMF-143, LLMF-144, LLMF-149 to LLMF-151: a model whose weights and optimizer states alone take two thirds of the
+  card; on more GPUs the same model is predicted well. An allocator that runs out of memory, frees everything and
+  starts again would explain it; the time of that is not modelled.
+- TT-069, TT-072 and TT-073 have the same settings and differ by 7 %; so do TT-071, TT-075, TT-076, TT-078 and TT-079,
+  by 16 %, which scale and gather numbers in fp8 differently and whose rows cannot say so. They are predicted alike.
+- TT-095: tensor parallelism over 8 GPUs with 32 rows per forward. We know no reason.
+- FMSA-002 and FMSA-004: two GPUs, whose link the source does not name; NVLink is assumed.
+- FQL-033: the same program on A100 (FQL-031, FQL-032) is predicted well; we know no reason.
+- FQL, QWEN: adapters double the number of pointwise operations. Their tensors of some ten MB stay in the card's cache,
+  whose speed is not modelled, and predictions are too slow.
 """
 
 

@@ -17,6 +17,7 @@ from shardwise.catalogue.clusters import find_cluster
 from shardwise.cli import probe_command
 from shardwise.cli.main import app
 from shardwise.measure.probe import run
+from shardwise.measure.probe.team import Team
 from shardwise.measure.probe.timing import Limits
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.problems import BadInput
@@ -76,6 +77,29 @@ def test_ranks_that_are_not_what_was_named_end_together(tmp_path):
     assert (first[0], second) == (2, (2, ""))
     assert "there are 1 machines with 2 ranks each" in first[1]
     assert not output.exists()
+
+
+def test_a_name_given_brings_its_network():
+    """Two machines with one rank each, called as typed; a plain count of ranks on several machines is right too."""
+    team = Team(rank=0, nodes=2, per_node=1, device=torch.device("cpu"), hosts=("a", "b"))
+    found = probe_command._cluster("2x1xcpu eth-10", team)
+    assert (found.name, found.network, found.nodes, found.per_node) == ("2x1xcpu eth-10", "eth-10", 2, 1)
+    assert probe_command._cluster("2xcpu", team).nodes == 2
+    with pytest.raises(BadInput, match="there are 2 machines with 1 ranks each"):
+        probe_command._cluster("3x1xcpu", team)
+
+
+def test_the_ranks_failure_is_the_commands(tmp_path, monkeypatch):
+    started = []
+
+    def fail(words: list[str]) -> subprocess.CompletedProcess[str]:
+        started.append(words)
+        return subprocess.CompletedProcess(words, 1)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    done = CliRunner().invoke(app, ["probe", "--cluster", "4xcpu", "-o", str(tmp_path / "new.yaml")])
+    assert done.exit_code == 4
+    assert "--nproc-per-node=4" in started[0]
 
 
 @pytest.mark.slow

@@ -6,12 +6,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from predict.block_cases import FAMILIES, LENGTH, ROWS, SHARDWISE, VOCAB, parts_of, plan, workload
 from predict.blocks_truth import build
 from predict.test_blocks import COMBINATIONS, EAGER_ONLY, LORA, fitted
 from predict.work_truth import Seen, Sizes, ordered, watch
 from shardwise.predict.blocks import computation
+from shardwise.predict.blocks.setting import Mode
 from shardwise.predict.tensor_axis import NORMS, TensorWork, tensor_exchanges
 from shardwise.predict.throughput import flops_of_step
 from shardwise.predict.work import AttentionWork, Exchange, PartWork, Product, Work
@@ -258,6 +261,28 @@ def test_eager_attention_is_products_and_moves():
     assert part.forward.attention == part.backward.attention == ()
     assert dict(part.forward.products)[Product(LENGTH, 16, LENGTH, 2, ROWS * 6)] == 1
     assert dict(part.forward.products)[Product(LENGTH, LENGTH, 16, 2, ROWS * 6)] == 1
+
+
+@given(rows=st.integers(1, 9), checkpointing=st.sampled_from(["none", "full", "selective"]))
+@settings(max_examples=20, deadline=None)
+def test_work_is_proportional_to_rows(rows: int, checkpointing: Mode):
+    """FLOPs exactly; as many operations, whatever their size."""
+    computed = computation(workload(FAMILIES["llama"]), SHARDWISE, "cuda")
+    one = computed.block(plan(micro_batch=1), 0, checkpointing=checkpointing).work
+    several = computed.block(plan(micro_batch=rows), 0, checkpointing=checkpointing).work
+    for phase in ("forward", "backward", "again"):
+        assert getattr(several, phase).flops == rows * getattr(one, phase).flops
+        assert getattr(several, phase).operations == getattr(one, phase).operations
+
+
+def test_ranks_of_a_tensor_axis_share_products_and_attention():
+    work = workload({**FAMILIES["llama"], "num_key_value_heads": 6})
+    whole = computation(work, SHARDWISE, "cuda").block(plan(), 0, checkpointing="none").work
+    for sequence in (False, True):
+        chosen = plan(mesh=Mesh(tensor=2, sequence_parallel=sequence))
+        split = computation(work, SHARDWISE, "cuda").block(chosen, 0, checkpointing="none").work
+        assert 2 * split.forward.flops == whole.forward.flops
+        assert 2 * split.backward.flops == whole.backward.flops
 
 
 def test_blocks_share_what_they_compute():

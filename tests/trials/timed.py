@@ -11,9 +11,6 @@ from shardwise.trials.measured import MeasuredRow
 from shardwise.trials.throughput_checks import TimeCheck, check_times
 from trials.rows import row
 
-LENGTH, ROWS = 384, 3
-"""Of `trials.rows.row`."""
-
 
 def timeline(step_s: float) -> Timeline:
     """Return a step in which nothing but computing happens."""

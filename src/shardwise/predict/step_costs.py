@@ -280,13 +280,22 @@ def _reducing(size: UnitBytes, scale: _Scale) -> Mapping[str, float]:
         return {}
     plan, pace = scale.plan, scale.speeds.pace
     ranks = plan.mesh.shard
-    summed = (ranks - 1) * 3 * size.reduced // ranks if scale.rules == "gloo" and ranks > 1 else 0
     return {
         "reduce_copy_in": pace.copy(*step_moves.reduce_copy_in(size, plan)),
         "reduce": scale.collective("reduce_scatter", size.reduced, "shard"),
-        "reduce_sum": pace.copy(summed, ranks - 1) if summed else 0.0,
+        "reduce_sum": _summing(size, scale),
         "all_reduce": scale.collective("all_reduce", size.reduced / ranks, "replicate"),
     }
+
+
+def _summing(size: UnitBytes, scale: _Scale) -> float:
+    """Return the seconds of the main thread, on CPUs, for adding up what came, and for the cast of the sum."""
+    if scale.rules != "gloo":
+        return 0.0
+    plan, pace = scale.plan, scale.speeds.pace
+    ranks = plan.mesh.shard
+    sums = pace.copy((ranks - 1) * 3 * size.reduced // ranks, ranks - 1)
+    return sums + pace.copy(*step_moves.reduce_copy_out(size, plan))
 
 
 def _adding(size: UnitBytes, scale: _Scale) -> float:

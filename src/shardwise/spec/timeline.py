@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, get_args
 Lane = Literal[
     "compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "to_device", "to_host", "host", "issue"
 ]
-"""Where something runs: the device's main stream; the stream that puts shards into gathers' buffers; the streams of each
-kind of collective (whether they share a communicator is the schedule's matter); copies from the host to the device and
-back; work of the host (an optimizer there); the host's thread that issues operations. On one lane one thing runs at a
-time."""
+"""Where something runs: the device's main stream; the stream that puts shards into gathers' buffers; the streams of
+each kind of collective (whether they share a communicator is the schedule's matter); copies from the host to the
+device and back; work of the host (an optimizer there); the host's thread that issues operations. On one lane one thing
+runs at a time."""
 LANES: tuple[Lane, ...] = get_args(Lane)
 COMMUNICATION: tuple[Lane, ...] = ("all_gather", "reduce_scatter", "all_reduce", "to_device", "to_host")
 """Lanes of collectives and of copies between host and device."""
@@ -37,9 +37,9 @@ What = Literal[
     "issue",
 ]
 """What a span is. `backward` holds recomputation; `copy_out` takes weights out of a gather's buffer, `reduce_copy_in`
-puts gradients into a reduction's, `reduce_sum` (on CPUs) adds up what came; `fetch` brings shards from the host, `store`
-takes gradients there; what a block saves for backward may `leave` for the host and `return`; `clip` is the gradient
-norm; `exchange` is one agreement of all ranks, such as the count of trained tokens or the norm's sum."""
+puts gradients into a reduction's, `reduce_sum` (on CPUs) adds up what came; `fetch` brings shards from the host,
+`store` takes gradients there; what a block saves for backward may `leave` for the host and `return`; `clip` is the
+gradient norm; `exchange` is one agreement of all ranks, such as the count of trained tokens or the norm's sum."""
 
 ROOT = "root"
 """Name of the root unit."""

@@ -8,8 +8,8 @@ from shardwise.predict.schedule.costs import UnitCosts, UpdateCosts
 
 
 def test_the_first_fsdp_gathers_two_ahead_at_most():
-    """Gathers of 1, units of 10, freed after forward. a 0-1, b 1-2. Before c is gathered the host waits until a has been
-    computed, at 11, before d until b has, at 21."""
+    """Gathers of 1, units of 10, freed after forward. a 0-1, b 1-2. Before c is gathered the host waits until a has
+    been computed, at 11, before d until b has, at 21."""
     unit = UnitCosts(forward=10, gather=1, regather=1)
     t = simulate(step_of(unit, unit, unit, unit, rules="fsdp1"))
     assert on(t, "all_gather")[:4] == [("a", 0, 1), ("b", 1, 2), ("c", 11, 12), ("d", 21, 22)]
@@ -17,10 +17,11 @@ def test_the_first_fsdp_gathers_two_ahead_at_most():
 
 
 def test_the_first_fsdp_backward():
-    """Forward as FSDP2 here, but before gather c the host waits until a is computed, at 7: 7-10. Freed and not waited for
-    are then b and c. The root asks for c, so the host waits for b, at 11: 11-14. c's backward, 15-23, asks for b, when only
-    c is left: 14-17. Its weights are freed, its reduction is issued, 23-28; b's backward asks for a, and the host waits for
-    c's forward, at 15: the wire is free at 28, 28-31. b 23-31, reduced 31-36, a 31-39, reduced 39-44."""
+    """Forward as FSDP2 here, but before gather c the host waits until a is computed, at 7: 7-10. Freed and not waited
+    for are then b and c. The root asks for c, so the host waits for b, at 11: 11-14. c's backward, 15-23, asks for b,
+    when only c is left: 14-17. Its weights are freed, its reduction is issued, 23-28; b's backward asks for a, and the
+    host waits for c's forward, at 15: the wire is free at 28, 28-31. b 23-31, reduced 31-36, a 31-39, reduced
+    39-44."""
     t = simulate(step_of(UNIT, UNIT, UNIT, rules="fsdp1"))
     assert on(t, "all_gather") == [("a", 0, 3), ("b", 3, 6), ("c", 7, 10), ("c", 11, 14), ("b", 14, 17), ("a", 28, 31)]
     assert on(t, "compute", "backward") == [("c", 15, 23), ("b", 23, 31), ("a", 31, 39)]
@@ -28,8 +29,8 @@ def test_the_first_fsdp_backward():
 
 
 def test_reductions_of_the_first_fsdp_do_not_hold_backward_up():
-    """Backward 4, cast 1 beside it, reduced 7: c 3-7, cast 7-8, 8-15; b 7-11, cast 15-16, as the stream is busy, 16-23; a
-    11-15, 23-24, 24-31."""
+    """Backward 4, cast 1 beside it, reduced 7: c 3-7, cast 7-8, 8-15; b 7-11, cast 15-16, as the stream is busy,
+    16-23; a 11-15, 23-24, 24-31."""
     unit = UnitCosts(forward=1, backward=4, reduce_copy_in=1, reduce=7)
     t = simulate(step_of(unit, unit, unit, rules="fsdp1"))
     assert on(t, "compute", "backward") == [("c", 3, 7), ("b", 7, 11), ("a", 11, 15)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from predict.schedule.steps import UNIT, on, step_of, waits
 from shardwise.predict.schedule import simulate
 from shardwise.predict.schedule.costs import UnitCosts, UpdateCosts
+from shardwise.predict.schedule.nccl import Fsdp2
 
 ONE = UnitCosts(forward=4, backward=8, gather=3, reduce=5, all_reduce=6)
 
@@ -21,8 +23,8 @@ def test_ranks_agree_first():
 
 
 def test_reduce_each():
-    """Gather 0-3, forward 3-7, backward 7-15, reduced 15-20, summed 20-26. The second micro-batch's gather waits for all
-    that: 26-29, 29-33, 33-41, 41-46, 46-52."""
+    """Gather 0-3, forward 3-7, backward 7-15, reduced 15-20, summed 20-26. The second micro-batch's gather waits for
+    all that: 26-29, 29-33, 33-41, 41-46, 46-52."""
     t = simulate(step_of(ONE, micro_batches=2, mode="reduce_each"))
     assert on(t, "all_gather") == [("a", 0, 3), ("a", 26, 29)]
     assert on(t, "reduce_scatter") == [("a", 15, 20), ("a", 41, 46)]
@@ -48,8 +50,8 @@ def test_defer_replicate():
 
 
 def test_clipping_is_a_barrier():
-    """Forward 0-4, backward 4-12, reduced 12-17; squares 17-19, their sum over ranks 19-20, update 20-23. The host reads
-    the norm, so the update is issued at 20."""
+    """Forward 0-4, backward 4-12, reduced 12-17; squares 17-19, their sum over ranks 19-20, update 20-23. The host
+    reads the norm, so the update is issued at 20."""
     unit = UnitCosts(forward=4, backward=8, reduce=5)
     t = simulate(step_of(unit, update=UpdateCosts(clip=2, clip_exchange=1, update=3)))
     assert on(t, "compute")[2:] == [("", 17, 19), ("", 20, 23)]
@@ -59,8 +61,8 @@ def test_clipping_is_a_barrier():
 
 
 def test_parameters_on_the_host_and_adam_there():
-    """Fetched 0-2, put into the buffer 2-3, gathered 3-6; forward 6-10, backward 10-18, reduced 18-23, stored 23-25. Then
-    the host: squares 25-28, their sum 28-29, Adam 29-49."""
+    """Fetched 0-2, put into the buffer 2-3, gathered 3-6; forward 6-10, backward 10-18, reduced 18-23, stored 23-25.
+    Then the host: squares 25-28, their sum 28-29, Adam 29-49."""
     unit = UnitCosts(forward=4, backward=8, fetch=2, copy_in=1, gather=3, reduce=5, store=2)
     t = simulate(step_of(unit, update=UpdateCosts(clip=3, clip_exchange=1, host_update=20)))
     assert (on(t, "to_device"), on(t, "copy_in"), on(t, "all_gather")) == (
@@ -75,7 +77,8 @@ def test_parameters_on_the_host_and_adam_there():
 
 
 def test_fetches_run_ahead_of_gathers():
-    """Fetches of 2 and gathers of 3 on streams of their own: a fetched 0-2 and gathered 2-5, b fetched 2-4, gathered 5-8."""
+    """Fetches of 2 and gathers of 3 on streams of their own: a fetched 0-2 and gathered 2-5, b fetched 2-4, gathered
+    5-8."""
     unit = UnitCosts(forward=4, fetch=2, gather=3)
     t = simulate(step_of(unit, unit))
     assert on(t, "to_device") == [("a", 0, 2), ("b", 2, 4)]
@@ -83,9 +86,9 @@ def test_fetches_run_ahead_of_gathers():
 
 
 def test_adding_gradients_on_the_host_holds_the_host_up():
-    """Two micro-batches, two units. First: forward 0-8; b back 8-16, reduced 16-21, stored 21-23 beside a 16-24, which is
-    reduced 24-29, stored 29-31. Second, gradients are there, so each store is waited for before anything else is issued:
-    forward 31-39, b 39-47, reduced 47-52, stored 52-54, and only then a 54-62, 62-67, 67-69."""
+    """Two micro-batches, two units. First: forward 0-8; b back 8-16, reduced 16-21, stored 21-23 beside a 16-24, which
+    is reduced 24-29, stored 29-31. Second, gradients are there, so each store is waited for before anything else is
+    issued: forward 31-39, b 39-47, reduced 47-52, stored 52-54, and only then a 54-62, 62-67, 67-69."""
     unit = UnitCosts(forward=4, backward=8, reduce=5, store=2)
     t = simulate(step_of(unit, unit, micro_batches=2))
     assert on(t, "compute", "backward") == [("b", 8, 16), ("a", 16, 24), ("b", 39, 47), ("a", 54, 62)]
@@ -106,8 +109,8 @@ def test_optimizer_states_on_the_host():
 
 
 def test_the_host_runs_ahead_into_the_next_micro_batch():
-    """Forward 4 and backward 8 are issued in 1 each. The second micro-batch is issued from 2 on, and waits for the first
-    only: 0-4, 4-12, 12-16, 16-24, as fast as without a host."""
+    """Forward 4 and backward 8 are issued in 1 each. The second micro-batch is issued from 2 on, and waits for the
+    first only: 0-4, 4-12, 12-16, 16-24, as fast as without a host."""
     unit = UnitCosts(forward=4, backward=8, forward_issue=1, backward_issue=1)
     t = simulate(step_of(unit, micro_batches=2))
     assert on(t, "issue") == [("a", 0, 1), ("a", 1, 2), ("a", 2, 3), ("a", 3, 4)]
@@ -132,3 +135,14 @@ def test_many_micro_batches_are_counted_as_if_each_were_played(mode, issue, stor
     assert short.busy == pytest.approx(full.busy, rel=1e-9)
     assert short.exposed == pytest.approx(full.exposed, rel=1e-9)
     assert short.spans[-1] == pytest.approx(full.spans[-1])
+
+
+def test_a_long_row_of_units_is_not_played_one_by_one():
+    """80 units go as 3 of them do: gather 0-3, 80 x 4 and 80 x 8, the last reduction 5. Few operations are issued for
+    it, though all 400 spans are there: 160 gathers, 160 computations, 80 reductions."""
+    step = step_of(*[UNIT] * 80)
+    whole, brief, played = simulate(step), simulate(step, brief=True), Fsdp2(step)
+    played.run()
+    assert (whole.step_s, len(whole.spans)) == (3 + 80 * 12 + 5, 400)
+    assert (brief.step_s, brief.spans, brief.waits) == (whole.step_s, (), ())
+    assert len(played.operations) < 60

@@ -173,9 +173,9 @@ def host_link(team: Team, limits: Limits) -> tuple[Timing, ...]:
 
 def mixed_work(team: Team) -> Body:
     """Return a fixed piece of computing as blocks do it: matrix products and pointwise operations."""
-    side = 256 if team.device.type == "cpu" else 2048
-    weight = torch.randn(side, side, device=team.device)
-    rows = torch.randn(ROWS * side, side, device=team.device)
+    side, dtype = (256, torch.float32) if team.device.type == "cpu" else (2048, torch.float16)
+    weight = torch.randn(side, side, dtype=dtype, device=team.device)
+    rows = torch.randn(ROWS * side, side, dtype=dtype, device=team.device)
     factors = deque(torch.ones_like(rows) for _ in range(KEPT))
 
     def body() -> None:

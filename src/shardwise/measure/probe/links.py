@@ -25,12 +25,12 @@ ITEM = 4
 """Bytes of an element: what is exchanged is fp32."""
 FIRST_BYTES = 1 << 10
 """Smallest payload."""
-POSTED_BYTES = 1 << 20
-"""Payload of the exchanges that run beside a computation."""
+POSTED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Payload of the exchanges that run beside a computation, by device."""
 MOST_POSTED = 64
 """Exchanges under way at once at most."""
 COMPUTED_S = 0.1
-"""Seconds of the computation that is disturbed."""
+"""Seconds of the computation that is disturbed, at most half of those that the exchanges take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +97,15 @@ def _gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, *
 
 def disturbance(team: Team, limits: Limits) -> Disturbance:
     """Measure what computing loses while gathers over all ranks are under way, back to back. Collective."""
-    shard = POSTED_BYTES // ITEM // team.world
+    shard = POSTED_BYTES[team.device.type] // ITEM // team.world
     group = team.group(Shape(team.nodes, team.per_node))
     gather = _body("all_gather", shard, group, team.device)
     gather()
     once = mixed_work(team)
     once()
     (one_piece, one_gather) = team.slowest([seconds_of(once, 3, team.device), seconds_of(gather, 3, team.device)])
-    pieces = max(1, round(COMPUTED_S / one_piece))
-    posted = min(MOST_POSTED, math.ceil(2 * pieces * one_piece / one_gather))
+    posted = min(MOST_POSTED, math.ceil(2 * COMPUTED_S / one_gather))
+    pieces = max(1, int(min(COMPUTED_S, posted * one_gather / 2) / one_piece))
     alone, beside, post = [], [], []
     for _ in range(limits.repeats):
         team.barrier()

@@ -41,8 +41,8 @@ UNHIDDEN = Constant(
     value=0.6,
     low=0.2,
     high=1.0,
-    meaning="share of a matrix product's traffic to and from memory that hides behind none of its computing: first loads"
-    " and last stores of every round of tiles, and results of others that it finds in no cache",
+    meaning="share of a matrix product's traffic to and from memory that hides behind none of its computing: first"
+    " loads and last stores of every round of tiles, and results of others that it finds in no cache",
     source="B200, 1536 to 4096 (pytorch/ao#2427) and RTX 5090, 2048 (torch-performance-test-data#15): products alone"
     " allow 0 to 0.6; steps of 186 published runs, where caches are cold, ask for 0.6 to 1",
     unit="ratio",

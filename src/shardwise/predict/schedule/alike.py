@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from shardwise.predict.schedule.copied import Copied, Row
 from shardwise.predict.schedule.costs import StepCosts
 from shardwise.predict.schedule.lanes import Interval, is_host
 from shardwise.predict.schedule.streams import Streams
@@ -37,6 +38,8 @@ class Border(NamedTuple):
     """How often the host has held something up so far."""
     gaps: int
     """Waits so far."""
+    spans: int
+    """Spans so far."""
     worked: dict[Lane, float]
     """Seconds of every lane so far."""
     state: tuple[float, ...]
@@ -44,7 +47,7 @@ class Border(NamedTuple):
 
 
 class AlikeUnits(Streams):
-    """Streams that can leave out units in the middle of a row, where only totals are asked for."""
+    """Streams that do not play every unit of a row."""
 
     def __init__(self, step: StepCosts, brief: bool = False) -> None:
         super().__init__(step, brief)
@@ -74,9 +77,15 @@ class AlikeUnits(Streams):
         times = self._row(place, way, asked)
         if times < SHORT:
             return place
-        self._count(times, before, now)
-        self._move(place, times, way, now.free - before.free, asked[place])
-        self.host += times * (now.host - before.host)
+        row = Row(place, way, now.free - before.free, now.host - before.host, times)
+        waits = self.gaps[before.gaps :]
+        idle = [(max(gap.start, before.free), gap.end) for gap in waits]
+        self.count(times, idle, before.free, now.free, before.worked)
+        copied: Copied | None = None
+        if not self.brief:
+            copied = Copied(self, self.names, row, before.spans)
+            copied.wait_again(waits)
+        self._move(row, asked[place], copied)
         self.border = None
         return place + times * way
 
@@ -122,7 +131,7 @@ class AlikeUnits(Streams):
         unsettled = (max(0, event - known) for event in (self.gathers_after, self.copied_out))
         counts = (*unsettled, len(pending), len(self.in_flight), len(under_way))
         state = (*counts, *(operation[2] for operation in pending), *(clock - free for clock in clocks))
-        return Border(free, self.host, self.held_up, len(self.gaps), dict(self.worked), state)
+        return Border(free, self.host, self.held_up, len(self.gaps), len(self.spans), dict(self.worked), state)
 
     def _same(self, before: Border, now: Border) -> bool:
         """Whether the next unit will go as the last one did."""
@@ -138,30 +147,30 @@ class AlikeUnits(Streams):
         holds = any(by is not None and bound > now.free and is_host(by) for bound, by, *_ in pending)
         return ahead > 0 and now.held_up == before.held_up and not holds
 
-    def _count(self, times: int, before: Border, now: Border) -> None:
-        """Count what the last unit took some times more."""
-        idle = [(max(gap.start, before.free), gap.end) for gap in self.gaps[before.gaps :]]
-        self.count(times, idle, before.free, now.free, before.worked)
+    def _move(self, row: Row, asked: tuple[int, ...], copied: Copied | None) -> None:
+        """Let everything that is under way happen later, for units that much further on."""
+        shift = row.times * row.took
 
-    def _move(self, place: int, times: int, way: int, took: float, asked: tuple[int, ...]) -> None:
-        """Let everything that is under way happen that much later, for units that much further on."""
-        shift = times * took
+        def later(span: Span) -> Span:
+            if copied is not None:
+                return copied.later(span, row.times)
+            return span._replace(start=span.start + shift, end=span.end + shift)
+
         known = len(self.ends)
-        since = min(known - 1, *(event - 1 for event in (self.gathers_after, self.copied_out) if event))
-        self.operations[known:] = [(operation[0] + shift, *operation[1:]) for operation in self.operations[known:]]
-        for event in range(since, known - 1):
-            self.ends[event] += shift
-        self.later(shift)
+        for place in range(known, len(self.operations)):
+            operation = self.operations[place]
+            moved = (operation[0] + shift, *operation[1:]) if copied is None else copied.unsettled(operation)
+            self.operations[place] = moved
+        self.later(shift, [event for event in (self.gathers_after, self.copied_out) if 0 < event <= known])
+        self.host += row.times * row.host_took
+        if copied is not None:
+            self.renamed(later)
         for clock in CLOCKS:
             setattr(self, clock, getattr(self, clock) + shift)
-        self.in_flight = deque(_later(span, shift) for span in self.in_flight)
-        self.reduced = [_later(span, shift) for span in self.reduced]
-        moved = [(other + times * way, self.arriving[other]) for other in asked]
+        self.in_flight = deque(later(span) for span in self.in_flight)
+        self.reduced = [later(span) for span in self.reduced]
+        arriving = [self.arriving[other] for other in asked]
         for other in asked:
             self.arriving[other] = None
-        for other, span in moved:
-            self.arriving[other] = None if span is None else _later(span, shift)
-
-
-def _later(span: Span, shift: float) -> Span:
-    return span._replace(start=span.start + shift, end=span.end + shift)
+        for other, span in zip(asked, arriving, strict=True):
+            self.arriving[other + row.times * row.way] = None if span is None else later(span)

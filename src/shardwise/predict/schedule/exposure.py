@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from shardwise.predict.schedule.lanes import Interval, Lanes
 from shardwise.spec.timeline import COMMUNICATION, Lane, Span, Timeline, Wait
+
+_new = tuple.__new__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +42,9 @@ def totals(lanes: Lanes, gaps: Sequence[Interval], begins: float, ends: float) -
     )
 
 
-def timeline(lanes: Lanes, ends: float, repeats: Sequence[tuple[Totals, int]], brief: bool, notes: tuple[str, ...]) -> Timeline:
+def timeline(
+    lanes: Lanes, ends: float, repeats: Sequence[tuple[Totals, int]], brief: bool, notes: tuple[str, ...]
+) -> Timeline:
     """Return the Timeline of a step that is over.
 
     Args:
@@ -56,8 +61,8 @@ def timeline(lanes: Lanes, ends: float, repeats: Sequence[tuple[Totals, int]], b
     spans: tuple[Span, ...] = ()
     waits: tuple[Wait, ...] = ()
     if not brief:
-        spans = tuple(lanes.spans)  # type: ignore[arg-type]
-        waits = tuple(Wait(start, end, spans[place], by) for start, end, place, by in lanes.gaps)  # type: ignore[arg-type]
+        spans = cast(tuple[Span, ...], tuple(lanes.spans))
+        waits = tuple(_new(Wait, (start, end, spans[place], by)) for start, end, place, by in lanes.gaps)
     return Timeline(
         step_s=ends,
         spans=spans,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from shardwise.predict.schedule.costs import StepCosts
@@ -33,6 +33,8 @@ class Mark(NamedTuple):
     """How often something was counted instead of played."""
     worked: dict[Lane, float]
     """Seconds of every lane so far."""
+    kept: tuple[float, ...]
+    """Instants, after `over`, of events for which something may wait in the next micro-batch."""
 
 
 class Frame(TravelLanes, ABC):
@@ -50,6 +52,10 @@ class Frame(TravelLanes, ABC):
         """Only totals are asked for."""
         self.repeats: list[tuple[Totals, int]] = []
         """What was not played but counted: once, and how many times more."""
+
+    def kept_events(self) -> Iterable[int]:
+        """Return the events for which something may wait in the next micro-batch."""
+        return ()
 
     @abstractmethod
     def micro_batch(self, last: bool) -> None:
@@ -76,15 +82,24 @@ class Frame(TravelLanes, ABC):
         self.number = count - 1
 
     def _mark(self) -> Mark:
-        return Mark(self.now(), self.free, self.host, self.held_up, len(self.gaps), len(self.repeats), dict(self.worked))
+        over = self.now()
+        kept = tuple(self.when(event) - over for event in self.kept_events())
+        return Mark(
+            over, self.free, self.host, self.held_up, len(self.gaps), len(self.repeats), dict(self.worked), kept
+        )
 
     def _steady(self, before: Mark, after: Mark) -> bool:
         """Whether the next micro-batch goes as the last one did: nothing is under way beyond its end, and the host runs
         as far ahead as before, or further without having held anything up."""
         if any(rows and rows[-1][1] > after.over for rows in self.intervals.values()):
             return False
+        small = ALIKE * (after.over - before.over)
+        if len(before.kept) != len(after.kept):
+            return False
+        if any(abs(was - now) > small for was, now in zip(before.kept, after.kept, strict=True)):
+            return False
         was_ahead, is_ahead = before.over - before.host, after.over - after.host
-        if abs(is_ahead - was_ahead) <= ALIKE * (after.over - before.over):
+        if abs(is_ahead - was_ahead) <= small:
             return True
         return is_ahead > was_ahead and after.held_up == before.held_up
 
@@ -96,7 +111,7 @@ class Frame(TravelLanes, ABC):
         self.repeats.extend(inner)
         self.number += times
         self.host += times * (after.host - before.host)
-        self.later(times * (after.over - before.over))
+        self.later(times * (after.over - before.over), self.kept_events())
 
     def count(
         self, times: int, idle: Sequence[Interval], begins: float, ends: float, worked: Mapping[Lane, float]

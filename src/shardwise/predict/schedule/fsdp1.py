@@ -8,6 +8,7 @@ gradients are cast beside the computation, and reductions never hold it up befor
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from shardwise.predict.schedule.costs import StepCosts
 from shardwise.predict.schedule.streams import Streams
@@ -27,7 +28,10 @@ class Fsdp1(Streams):
         """Events after which the weights of a unit are free, oldest first."""
         self.kept: set[int] = set()
         """Units whose weights stay from one micro-batch to the next."""
-        self.casts_free = 0.0
+
+    def kept_events(self) -> Iterable[int]:
+        """Return those after which weights are free."""
+        return self.freed
 
     def micro_batch(self, last: bool) -> None:
         """Issue a forward and its backward."""
@@ -95,8 +99,8 @@ class Fsdp1(Streams):
             return
         ready = self.now()
         if unit.reduce_copy_in > 0:
-            start = max(ready, self.reductions_free, self.casts_free, self.copy_in_free, self.host)
-            end = self.casts_free = start + unit.reduce_copy_in
+            start = max(ready, self.reductions_free, self.copy_in_free, self.host)
+            end = self.copy_in_free = start + unit.reduce_copy_in
             self.add("copy_in", "reduce_copy_in", name, start, end)
             ready = end
         self.reduce(unit, name, ready)

@@ -83,10 +83,12 @@ class _Run:
     def forward(self) -> None:
         """Run one forward."""
         step, root = self.step, self.step.root
+        self.compute("issue", ROOT, root.unit.forward_issue)
         self._arrive(ROOT_PLACE, again=False)
         self._gather_ahead(step.ahead[-1], again=False)
         self.compute("forward", ROOT, root.embed)
         for place, unit in enumerate(step.units):
+            self.compute("issue", step.names[place], unit.forward_issue)
             self._arrive(place, again=False)
             self._gather_ahead(step.ahead[place], again=False)
             self.compute("forward", step.names[place], unit.forward)
@@ -95,10 +97,12 @@ class _Run:
     def backward(self, *, last: bool) -> None:
         """Run one backward; reductions are done when it returns."""
         step, root = self.step, self.step.root
+        self.compute("issue", ROOT, root.unit.backward_issue)
         self._gather_ahead(step.behind[-1], again=True)
         self.compute("backward", ROOT, root.head_backward)
         for place in range(len(step.units) - 1, -1, -1):
             unit = step.units[place]
+            self.compute("issue", step.names[place], unit.backward_issue)
             self._arrive(place, again=True)
             self._gather_ahead(step.behind[place], again=True)
             self.compute("backward", step.names[place], unit.backward)

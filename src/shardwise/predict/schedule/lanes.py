@@ -9,14 +9,15 @@ that the host issues after an operation may run beside it and slow it down.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from shardwise.spec.timeline import COMMUNICATION, LANES, Lane, Span, What
 
 Interval = tuple[float, float]
 Operation = tuple[float, Span | None, float, What, str, int]
-"""Something issued on the compute lane: it starts no earlier than this, because of this; how long it takes while nothing
-slows it down (0: an event, or a mark); what it is, for which unit, and the place of its span."""
+"""Something issued on the compute lane: it starts no earlier than this, because of this; how long it takes while
+nothing slows it down (0: an event, or a mark); what it is, for which unit, and the place of its span."""
 MARKS: frozenset[What] = frozenset({"leave", "return"})
 """What stands for itself on the compute lane and takes no time there."""
 _new = tuple.__new__
@@ -232,8 +233,13 @@ class Lanes:
         if until > self.host:
             self.host, self.host_by = until, by
 
-    def later(self, shift: float) -> None:
-        """Let time pass on all lanes; what is under way beyond the last that was computed ends that much later."""
+    def later(self, shift: float, events: Iterable[int]) -> None:
+        """Let time pass on all lanes: what is under way beyond the last that was computed ends that much later.
+
+        Args:
+            shift: Seconds.
+            events: Those, beside the last, that happen that much later too.
+        """
         for rows in (*self.intervals.values(), self.under_way):
             beyond = []
             while rows and rows[-1][1] > self.free:
@@ -245,4 +251,11 @@ class Lanes:
             rows.extend(reversed(beyond))
         self.free += shift
         self._carried += shift
-        self.ends[-1] += shift
+        for event in {len(self.ends), *events}:
+            self.ends[event - 1] += shift
+
+    def renamed(self, change: Callable[[Span], Span]) -> None:
+        """Put other spans into the place of those for which something still waits."""
+        self.host_by = self.host_by and change(self.host_by)
+        self._by = self._by and change(self._by)
+        self._carried_by = self._carried_by and change(self._carried_by)

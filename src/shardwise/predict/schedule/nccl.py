@@ -1,12 +1,11 @@
 """FSDP2 on GPUs, as torch 2.13 orders it (`torch/distributed/fsdp/_fully_shard`).
 
 Forward of unit i: its gather, unless it was issued ahead; the streams of gathers wait for the copy-out of the unit
-before; the compute lane waits for the gather, copies out, and computes. The next unit's gather is issued only then, yet
-the host runs ahead, so that up to two gathers go on beside the computation. In backward the gather of the unit before
-is issued after the copy-out, and starts after it. A reduction starts when its gradients are in its buffer; before that,
-the compute lane waits for the oldest of those in flight, where there are as many as may be. At the end of every backward
-it waits for the last of all.
-"""
+before; the compute lane waits for the gather, copies out, and computes. The next unit's gather is issued only then,
+yet the host runs ahead, so that up to two gathers go on beside the computation. In backward the gather of the unit
+before is issued after the copy-out, and starts after it. A reduction starts when its gradients are in its buffer;
+before that, the compute lane waits for the oldest of those in flight, where there are as many as may be. At the end of
+every backward it waits for the last of all."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class Fsdp2(AlikeUnits):
             self.compute(unit.forward, "forward", names[place], unit.forward_issue)
             if unit.travel > 0:
                 self.leaves(names[place])
-            elif self.brief:
+            else:
                 place = self.skip(place, 1, ahead)
         self.compute(root.head, "forward", ROOT, root.head_issue)
         self.gathers_after, self.copied_out = self.copied_out or self.gathers_after, 0
@@ -85,6 +84,8 @@ class Fsdp2(AlikeUnits):
 
     def _backward(self) -> None:
         root, names, late = self.step.root, self.names, self.step.late
+        # Unasked for, a gather that takes no turns with reductions may start beside what was computed before its issue.
+        apart = self.step.separate_group or self.step.regather_group
         self.border = None
         self._return(len(names))
         self.compute(root.head_backward, "backward", ROOT, root.head_backward_issue)
@@ -98,7 +99,7 @@ class Fsdp2(AlikeUnits):
                 self.compute(unit.backward, "backward", names[place], unit.backward_issue)
                 if place != late:
                     self._reduce(place)
-                if self.brief and unit.travel <= 0:
+                if unit.travel <= 0 and not (apart and unit.regather > 0 and not self.step.behind[place]):
                     place = self.skip(place, -1, self.step.behind)
         self.compute(root.embed_backward, "backward", ROOT, root.embed_backward_issue)
         self._reduce(len(names))

@@ -1,0 +1,107 @@
+"""Spans and waits of units that were counted instead of played: those of the unit before, later and renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardwise.predict.schedule.lanes import Gap, Lanes, Operation
+from shardwise.spec.timeline import Span, What
+
+RECENT = 64
+"""Operations among which those of a unit and the two before it are."""
+_new = tuple.__new__
+
+
+class Row(NamedTuple):
+    """Units that follow one that has just been issued, and go as it did."""
+
+    place: int
+    """Of the unit that has just been issued."""
+    way: int
+    """1 in forward, -1 in backward."""
+    took: float
+    """Seconds from one unit to the next."""
+    host_took: float
+    """The same of the host's thread."""
+    times: int
+    """How many units follow."""
+
+
+class Copied:
+    """Spans of the units of a row, made from those of the unit before."""
+
+    def __init__(self, lanes: Lanes, names: Sequence[str], row: Row, first: int) -> None:
+        """Make the spans and put them behind those of `lanes`; those from place `first` on are copied.
+
+        What is not settled of the unit that was issued is put in as it will be: as long after that of the unit before
+        as units take.
+        """
+        self.lanes, self.names, self.row = lanes, names, row
+        self.place_of = {name: number for number, name in enumerate(names)}
+        self.known = {(what, unit): place for _, _, _, what, unit, place in lanes.operations[-RECENT:]}
+        for _, _, seconds, what, unit, place in lanes.operations[len(lanes.ends) :]:
+            if seconds > 0:
+                lanes.spans[place] = self._expected(what, unit)
+        copied = [span for span in lanes.spans[first:] if span is not None]
+        self.offsets = {span.what: offset for offset, span in enumerate(copied) if span.lane == "compute"}
+        self.length, self.past = len(copied), len(lanes.spans)
+        template = [
+            (lane, what, self.place_of[unit], number, start, end, row.host_took if lane == "issue" else row.took)
+            for lane, what, unit, number, start, end in copied
+        ]
+        for times in range(1, row.times + 1):
+            on = times * row.way
+            lanes.spans.extend(
+                [
+                    _new(Span, (lane, what, names[place + on], number, start + times * took, end + times * took))
+                    for lane, what, place, number, start, end, took in template
+                ]
+            )
+
+    def later(self, span: Span, times: int) -> Span:
+        """Return the same span of a unit so many further on; one that is of no unit stays."""
+        lane, what, unit, number, start, end = span
+        if unit not in self.place_of:
+            return span
+        name = self.names[self.place_of[unit] + times * self.row.way]
+        shift = times * (self.row.host_took if lane == "issue" else self.row.took)
+        moved: Span = _new(Span, (lane, what, name, number, start + shift, end + shift))
+        return moved
+
+    def wait_again(self, gaps: Sequence[Gap]) -> None:
+        """Let every unit of the row wait as the one before it did."""
+        spans, took, way = self.lanes.spans, self.row.took, self.row.way
+        held_up = [(gap, span, self.place_of[span.unit]) for gap in gaps if (span := spans[gap.place]) is not None]
+        for times in range(1, self.row.times + 1):
+            shift = times * took
+            for (start, end, _, by), span, place in held_up:
+                other = self._place(span.what, place + times * way)
+                gap = _new(Gap, (start + shift, end + shift, other, by and self.later(by, times)))
+                self.lanes.gaps.append(gap)
+
+    def unsettled(self, operation: Operation) -> Operation:
+        """Return an operation that is not settled as that of the row's last units; its span is yet to come."""
+        bound, by, seconds, what, unit, place = operation
+        row = self.row
+        name = self.names[self.place_of[unit] + row.times * row.way] if unit else unit
+        if seconds > 0:
+            place = self._place(what, self.place_of[name])
+            self.lanes.spans[place] = None
+        return bound + row.times * row.took, by and self.later(by, row.times), seconds, what, name, place
+
+    def _expected(self, what: What, unit: str) -> Span:
+        place = self.place_of[unit]
+        for back in range(1, len(self.names)):
+            name = self.names[place - back * self.row.way]
+            for span in reversed(self.lanes.spans):
+                if span is not None and span.unit == name and span.what == what and span.lane == "compute":
+                    return self.later(span, back)
+        raise AssertionError(f"no {what} before that of {unit}")
+
+    def _place(self, what: What, place: int) -> int:
+        """Return where a unit's span of the compute lane lies."""
+        units = (place - self.row.place) * self.row.way
+        if units <= 0:
+            return self.known[what, self.names[place]]
+        return self.past + (units - 1) * self.length + self.offsets[what]
