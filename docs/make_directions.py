@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 from shardwise.trials.directions import LEAST, MOST, Direction, Outcome, outcome, outcome_of
 from shardwise.trials.reported import DIRECTIONS
@@ -12,14 +13,15 @@ TARGET = Path(__file__).with_name("directions.md")
 
 HEAD = f"""# Reported changes, predicted
 
-Made by `python docs/make_directions.py`; a test holds it up to date. Five changes of a plan whose effect users reported in
-public threads, and what the model of time says of each, by the catalogue's speeds. An effect is seconds before the change
-per seconds after it. It comes out right where its part beyond 1 is {LEAST:g} to {MOST:g} times the reported part.
+Made by `python docs/make_directions.py`; a test holds it up to date. Five changes of a plan whose effect users
+reported in public threads, and what the model of time says of each, by the catalogue's speeds. An effect is seconds
+before the change per seconds after it. It comes out right where its part beyond 1 is {LEAST:g} to {MOST:g} times the
+reported part.
 
-No report says everything. What is known of each run, and from where, is below; the rest is taken as such users had it. Where
-a report gives the speed *before* the change, that speed picks among the usual networks or batches; the effect never does. The
-tables show what the other choices would give: an effect rests on the ratio of computing to communication, so most guesses
-change it, and some miss.
+No report says everything. What is known of each run, and from where, is below; the rest is taken as such users had it.
+Where a report gives the speed *before* the change, that speed picks among the usual networks or batches; the effect
+never does. The tables show what the other choices would give: an effect rests on the ratio of computing to
+communication, so most guesses change it, and some miss.
 """
 
 
@@ -54,19 +56,25 @@ def _case(found: Outcome) -> Iterator[str]:
     direction = found.direction
     yield f"## {direction.name[0].upper()}{direction.name[1:]}"
     yield ""
-    yield f"{direction.source}: {direction.said}."
+    yield _wrapped(f"{direction.source}: {direction.said}.")
     yield ""
     yield "Known:"
     yield ""
-    yield from (f"- {one}" for one in direction.known)
+    yield from (_wrapped(f"- {one}", "  ") for one in direction.known)
     yield ""
     yield "Taken:"
     yield ""
-    yield from (f"- {one}" for one in direction.assumed)
+    yield from (_wrapped(f"- {one}", "  ") for one in direction.assumed)
     yield ""
-    yield f"Settings: `{' '.join(direction.settings)}`; before `{' '.join(direction.before)}`, after `{' '.join(direction.after)}`."
+    settings, before, after = (" ".join(some) for some in (direction.settings, direction.before, direction.after))
+    program = "first FSDP" if direction.runtime.sharding == "fsdp1" else "FSDP2"
+    yield _wrapped(f"Program: {program}. Settings: `{settings}`; before `{before}`, after `{after}`.")
     yield ""
     yield from _guesses(direction, found)
+
+
+def _wrapped(text: str, further: str = "") -> str:
+    return fill(text, 120, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
 
 
 def _guesses(direction: Direction, taken: Outcome) -> Iterator[str]:

@@ -260,7 +260,7 @@ def unit_costs(unit: PlacedUnit, work: PartWork | None, scale: _Scale) -> UnitCo
     copied = 0.0 if whole or scale.rules == "fsdp1" else pace.copy(*step_moves.copy_out(size, plan))
     return UnitCosts(
         forward=scale.seconds(work.forward) if work else 0.0,
-        backward=(scale.seconds(work.backward) if work else 0.0) + _adding(size, scale),
+        backward=(scale.seconds(work.backward) if work else 0.0) + _adding(size, scale) + _flattening(size, scale),
         forward_issue=(scale.issue(work.forward) if work else 0.0) + pace.unit_issue,
         backward_issue=(scale.issue(work.backward) if work else 0.0) + pace.unit_issue,
         fetch=pace.host_copy(size.shards) if _away(scale) else 0.0,
@@ -281,7 +281,7 @@ def _reducing(size: UnitBytes, scale: _Scale) -> Mapping[str, float]:
     plan, pace = scale.plan, scale.speeds.pace
     ranks = plan.mesh.shard
     return {
-        "reduce_copy_in": pace.copy(*step_moves.reduce_copy_in(size, plan)),
+        "reduce_copy_in": 0.0 if scale.rules == "fsdp1" else pace.copy(*step_moves.reduce_copy_in(size, plan)),
         "reduce": scale.collective("reduce_scatter", size.reduced, "shard"),
         "reduce_sum": _summing(size, scale),
         "all_reduce": scale.collective("all_reduce", size.reduced / ranks, "replicate"),
@@ -296,6 +296,18 @@ def _summing(size: UnitBytes, scale: _Scale) -> float:
     ranks = plan.mesh.shard
     sums = pace.copy((ranks - 1) * 3 * size.reduced // ranks, ranks - 1)
     return sums + pace.copy(*step_moves.reduce_copy_out(size, plan))
+
+
+def _flattening(size: UnitBytes, scale: _Scale) -> float:
+    """Return the seconds in which FSDP1 puts a unit's gradients together, in backward, and casts them.
+
+    Parameters are views of one flat one: autograd writes their gradients into one by `cat`. The cast to the dtype of
+    the reduction has a stream of its own, but is as memory-bound as what it runs beside: it takes its time from that.
+    """
+    if scale.rules != "fsdp1" or not size.gradients:
+        return 0.0
+    pace = scale.speeds.pace
+    return pace.copy(2 * size.gradients) + pace.copy(*step_moves.reduce_copy_in(size, scale.plan))
 
 
 def _adding(size: UnitBytes, scale: _Scale) -> float:

@@ -28,7 +28,8 @@ FULL_TO_HYBRID = Direction(
     before=("fsdp=FULL_SHARD",),
     after=("fsdp=HYBRID_SHARD", "mesh.replicate=4", "mesh.shard=4"),
     known=(
-        "The model is HuggingFaceFW/ablation-model-fineweb-v1 (llama2b.pt.yaml): Llama, 1.82B parameters, rows of 2048.",
+        "The model is HuggingFaceFW/ablation-model-fineweb-v1 (llama2b.pt.yaml): Llama, 1.82B parameters, rows of"
+        " 2048.",
         "A node has 4 A100 of 40 GB (`A100:4` in #236), as 21.7 samples/s at an MFU of 0.373 also says: a2-highgpu-4g.",
         "16 rows per card (#207), and forwards until a card has 256 rows (#205, #225): 16 of them.",
         "accelerate's FSDP is the first FSDP, reduces in bf16, and its accumulation reduces at the last forward alone.",
@@ -102,15 +103,15 @@ DEFERRED_ALL_REDUCE = Direction(
     before=("accumulation=reduce_each",),
     after=("accumulation=defer_replicate",),
     known=(
-        "2 x 8 A100 of 80 GB over Ethernet, 8 shards x 2 replicas, 64 rows per card, checkpointing: the LIBERO recipe for"
-        " cards with less memory (docs/action_policy_libero_sft.md).",
+        "2 x 8 A100 of 80 GB over Ethernet, 8 shards x 2 replicas, 64 rows per card, checkpointing: the LIBERO recipe"
+        " for cards with less memory (docs/action_policy_libero_sft.md).",
         "Of Cosmos3-Nano's two towers of 8B one trains (36 blocks of Qwen3-8B, 7.0B parameters), in bf16; gradients are"
         " reduced in bf16, as units have no policy of their own.",
     ),
     assumed=(
-        "The trained tower alone stands in for the model. Its rows have about 320 tokens (5 latent frames of 12 x 20 / 4,"
-        " and 16 actions); what is left out, the frozen tower and the video encoder, computes too, so rows are taken twice"
-        " as long, which brings computing near the reported 10.8 s.",
+        "The trained tower alone stands in for the model. Its rows have about 320 tokens (5 latent frames of 12 x 20 /"
+        " 4, and 16 actions); what is left out, the frozen tower and the video encoder, computes too, so rows are taken"
+        " twice as long, which brings computing near the reported 10.8 s.",
         "Which Ethernet is not said: of the usual rates that one whose step comes nearest to 88.8 s.",
     ),
     guesses=tuple(
@@ -145,7 +146,9 @@ REDUCTION_IN_BF16 = Direction(
         "scripts/train_example.sh: checkpointing, machines of AWS with 8 A100 of 40 GB and EFA.",
     ),
     assumed=(
-        "Rows per card are not said: of the usual numbers that one whose speed comes nearest to 3000 tokens/s.",
+        "Rows per card are not said: of the usual numbers that one whose speed comes nearest to 3000 tokens/s. The code"
+        " was early and may have been slower than what is predicted; then there were more rows, and the effect is"
+        " missed.",
     ),
     guesses=tuple(
         Guess(words=f"{rows} row{'s' if rows > 1 else ''} per card", cluster="2xp4d.24xlarge", rows=rows, seq_len=2048)
@@ -172,12 +175,13 @@ OFFLOAD = Direction(
     before=("offload=parameters",),
     after=("offload=none",),
     known=(
-        "torch 1.11: the first FSDP, before it had mixed precision, so fp32; Adam on the host runs one operation after the"
-        " other, and the profile shows that it is what takes the time.",
+        "torch 1.11: the first FSDP, before it had mixed precision, so fp32; Adam on the host runs one operation after"
+        " the other, and the profile shows that it is what takes the time.",
     ),
     assumed=(
         'A "simple distributed model": GPT-2 of 355M parameters, one row of 512 tokens per card.',
-        "The larger machine of p3 with 4 cards.",
+        "Of the machines that it names one with several cards, p3.8xlarge with 4 V100; the cards of g4dn compute more"
+        " slowly, which makes less of the host's time.",
     ),
     guesses=(
         Guess(words="p3.8xlarge, 512 tokens per card", cluster="p3.8xlarge", rows=1, seq_len=512),

@@ -190,9 +190,9 @@ def test_issue_of_eager_and_compiled_operations():
 
 
 def test_collectives_slow_computing_down_where_they_are_fast():
-    """12 % over NVLink, on several machines too; a sixth of that over PCIe."""
-    assert pace(A100).slowdown == pace(A100, nodes=2).slowdown == pytest.approx(1.12)
-    assert pace(A5000).slowdown == pytest.approx(1.02)
+    """20 % over NVLink, on several machines too; a sixth of that over PCIe."""
+    assert pace(A100).slowdown == pace(A100, nodes=2).slowdown == pytest.approx(1.20)
+    assert pace(A5000).slowdown == pytest.approx(1 + 0.2 / 6)
 
 
 def test_the_peak_is_of_the_dtype_of_computation():

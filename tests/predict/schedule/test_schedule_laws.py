@@ -176,28 +176,34 @@ def test_more_work_never_makes_a_step_shorter(step, more):
     assert simulate(replace(step, units=longer)).step_s >= simulate(step).step_s - 1e-9
 
 
+def with_row(step: StepCosts, blocks: int) -> StepCosts:
+    """The step with a long row of alike units between its first unit and one more like it."""
+    first, last = step.units[0], step.units[-1]
+    units = (first, *[replace(last, travel=0.0)] * blocks, first)
+    prefetch = step_of(*units, ahead=len(step.ahead[-1]), behind=len(step.behind[-1]))
+    return replace(step, units=units, names=prefetch.names, ahead=prefetch.ahead, behind=prefetch.behind)
+
+
 @settings(deadline=None, max_examples=60)
-@given(step=steps(), count=st.integers(6, 30))
-def test_multiplied_micro_batches_are_as_if_played(step, count):
-    step = replace(step, micro_batches=count)
+@given(step=steps(), blocks=st.sampled_from([1, 3, 12]), count=st.integers(6, 30))
+def test_multiplied_micro_batches_are_as_if_played(step, blocks, count):
+    step = replace(with_row(step, blocks), micro_batches=count)
     short = simulate(step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.predict.schedule.frame.Frame._steady", lambda *_: False)
+        patch.setattr("shardwise.predict.schedule.alike.AlikeUnits.skip", lambda self, place, *_: place)
         full = simulate(step)
     assert short.step_s == pytest.approx(full.step_s, rel=1e-9)
-    assert (short.exposed_s, short.hidden_s) == pytest.approx((full.exposed_s, full.hidden_s), rel=1e-7, abs=1e-9)
+    assert (short.exposed_s, short.hidden_s) == pytest.approx((full.exposed_s, full.hidden_s), rel=1e-7, abs=1e-6)
     assert short.busy == pytest.approx(full.busy, rel=1e-9)
-    assert short.exposed == pytest.approx(full.exposed, rel=1e-7, abs=1e-9)
+    assert short.exposed == pytest.approx(full.exposed, rel=1e-7, abs=1e-6)
 
 
 @settings(deadline=None, max_examples=100)
 @given(step=steps(), blocks=st.integers(6, 40))
 def test_counted_units_are_as_if_played(step, blocks):
     """Alike units in the middle are counted; all is as if each had been played."""
-    first, last = step.units[0], step.units[-1]
-    units = (first, *[replace(last, travel=0.0)] * blocks, first)
-    prefetch = step_of(*units, ahead=len(step.ahead[-1]), behind=len(step.behind[-1]))
-    step = replace(step, units=units, names=prefetch.names, ahead=prefetch.ahead, behind=prefetch.behind)
+    step = with_row(step, blocks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.predict.schedule.alike.AlikeUnits.skip", lambda self, place, *_: place)
         played = simulate(step)

@@ -88,7 +88,7 @@ ISSUE = Constant(
 
 OVERLAP = Constant(
     name="OVERLAP",
-    value=0.12,
+    value=0.20,
     low=0.03,
     high=0.30,
     meaning="how much longer computing takes while a collective runs over NVLink or xGMI: it holds multiprocessors and"

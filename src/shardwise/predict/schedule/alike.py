@@ -154,7 +154,7 @@ class AlikeUnits(Streams):
         def later(span: Span) -> Span:
             if copied is not None:
                 return copied.later(span, row.times)
-            return span._replace(start=span.start + shift, end=span.end + shift)
+            return Span(*span[:4], span.start + shift, span.end + shift)
 
         known = len(self.ends)
         for place in range(known, len(self.operations)):
