@@ -34,6 +34,7 @@ QUICK = Limits(most_s=0.1, repeats=3, point_s=1.0, least_s=0.001, most_bytes=1 <
         (["--cluster", "8xA10"], "names cards, and this machine has no GPU"),
         (["--cluster", "2x8xcpu"], "has 2 machines, and this command starts ranks on this one alone"),
         (["-o", "no/such/cluster.yaml"], "there is no folder"),
+        (["-o", "cluster.txt"], "'cluster.txt': is no cluster's file; allowed: *.yaml"),
         (["-o", "here.yaml"], "'here.yaml': exists; name a new file"),
     ],
 )

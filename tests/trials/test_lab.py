@@ -65,6 +65,18 @@ def test_the_rate_changes_while_a_lab_is_open():
         assert min(unlimited, lab.transfer(4 * MIB).mbit_per_s) > 150
 
 
+@needs_lab
+def test_one_hosts_link_changes_alone():
+    """Host 2 is slow in both directions; hosts 0 and 1 still reach each other at 200 Mbit/s."""
+    with Lab(hosts=3, mbit_per_s=200) as lab:
+        lab.set_rate(50, host=2)
+        assert lab.transfer(2 * MIB, source=0, target=1).mbit_per_s * SEGMENT == pytest.approx(200, rel=0.2)
+        assert lab.transfer(MIB, source=0, target=2).mbit_per_s * SEGMENT == pytest.approx(50, rel=0.2)
+        assert lab.transfer(MIB, source=2, target=1).mbit_per_s * SEGMENT == pytest.approx(50, rel=0.2)
+        with pytest.raises(BadInput, match="no such host"):
+            lab.set_rate(50, host=3)
+
+
 RECEIVE_TWO = """
 import json, socket, sys, threading, time
 def read(connection):

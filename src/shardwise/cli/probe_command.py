@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.spec.cluster import CLUSTER_FILES
 from shardwise.spec.problems import BadInput, Problem
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def probe(
     if "RANK" in os.environ:
         raise typer.Exit(_be_rank(output, cluster, as_json=as_json))
     here = _here(cluster)
-    _refuse_existing(output)
+    _refuse_output(output)
     raise typer.Exit(_start(here, output, cluster, as_json=as_json))
 
 
@@ -90,7 +91,11 @@ def _check(named: Cluster, *, nodes: int, per_node: int) -> None:
     raise BadInput(Problem(field="--cluster", value=named.name, reason=reason, fix=fix))
 
 
-def _refuse_existing(output: Path) -> None:
+def _refuse_output(output: Path) -> None:
+    """Refuse before measuring what cannot be written after it."""
+    if output.suffix.lower() not in CLUSTER_FILES:
+        allowed = ", ".join(f"*{ending}" for ending in CLUSTER_FILES)
+        raise BadInput(Problem(field="--output", value=str(output), reason="is no cluster's file", allowed=allowed))
     if output.exists():
         raise BadInput(Problem(field="--output", value=str(output), reason="exists", fix="name a new file"))
     if not output.parent.is_dir():
@@ -111,7 +116,7 @@ def _be_rank(output: Path, cluster: str | None, *, as_json: bool) -> int:
     said: list[BadInput | Cluster | None] = [None]
     if team.rank == 0:
         try:
-            _refuse_existing(output)
+            _refuse_output(output)
             said = [_cluster(cluster, team)]
         except BadInput as error:
             said = [error]

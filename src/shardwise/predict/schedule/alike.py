@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from shardwise.predict.schedule.copied import Copied, Row
-from shardwise.predict.schedule.costs import StepCosts
+from shardwise.predict.schedule.costs import StepCosts, UnitCosts
 from shardwise.predict.schedule.lanes import Interval, is_host
 from shardwise.predict.schedule.streams import Streams
 from shardwise.spec.timeline import Lane, Span
@@ -97,6 +97,8 @@ class AlikeUnits(Streams):
         last = place
         while 0 <= last + way < len(units) and units[last + way] is unit and last + way != late:
             last += way
+        if self._gathers_later(unit, last, way):
+            return 0
         reach = max((abs(offset) for offset in offsets), default=0)
         times = abs(last - place) - max(1, reach)
         for row in range(-1, times + 1):
@@ -105,16 +107,28 @@ class AlikeUnits(Streams):
                 return 0
         return times
 
+    def _gathers_later(self, unit: UnitCosts, last: int, way: int) -> bool:
+        """Whether a row of units that gather nothing is followed, in the same micro-batch, by a gather: that could
+        start beside the row, as nothing in it holds it up."""
+        if (unit.gather if way > 0 else unit.regather) > 0:
+            return False
+        if way < 0:
+            return any(other.regather > 0 for other in self.units[:last])
+        return any(other.gather > 0 for other in self.units[last:]) or any(other.regather > 0 for other in self.all)
+
     def _mark_border(self, gathers: bool, asked: tuple[int, ...]) -> Border:
         free, ends, known = self.free, self.ends, len(self.ends)
         floor = ends[self.gathers_after - 1] if gathers and 0 < self.gathers_after <= known else free
         copied = ends[self.copied_out - 1] if gathers and 0 < self.copied_out <= known else free
         pending = self.operations[known:]
         under_way: list[Interval] = []
-        for start, end in reversed(self.under_way):
-            if end <= free:
-                break
-            under_way.append((start, end))
+        lanes: list[int] = []
+        for rows in self.intervals.values():
+            for start, end in reversed(rows):
+                if end <= free:
+                    break
+                under_way.append((start, end))
+            lanes.append(len(under_way))
         clocks = (
             copied,
             *(max(floor, clock) for clock in (self.copy_in_free, self.gathers_free, self.turn, self.regathers_turn)),
@@ -129,7 +143,7 @@ class AlikeUnits(Streams):
             floor,
         )
         unsettled = (max(0, event - known) for event in (self.gathers_after, self.copied_out))
-        counts = (*unsettled, len(pending), len(self.in_flight), len(under_way))
+        counts = (*unsettled, len(pending), len(self.in_flight), *lanes)
         state = (*counts, *(operation[2] for operation in pending), *(clock - free for clock in clocks))
         return Border(free, self.host, self.held_up, len(self.gaps), len(self.spans), dict(self.worked), state)
 
