@@ -10,6 +10,7 @@ from shardwise.predict.blocks import Computation
 from shardwise.predict.collectives import COUNTS_BYTES, LOSS_BYTES, NORM_BYTES, OVERFLOW_BYTES
 from shardwise.predict.links import Group, Links, group_of
 from shardwise.predict.pace import Pace
+from shardwise.predict.pace.base import ADAM_BYTES
 from shardwise.predict.schedule.costs import RootCosts, Rules, StepCosts, UnitCosts, UpdateCosts
 from shardwise.predict.terms.facts import PlacedUnit
 from shardwise.predict.terms.step import Step
@@ -114,6 +115,7 @@ class Costing:
         kinds = unit_kinds(self.computed.workload, plan)
         elements = sum(kind.rank_trained_elements * kind.count for kind in kinds)
         tensors = sum(sum(tensor.trained for tensor in kind.tensors) * kind.count for kind in kinds)
+        updated = step_moves.update(elements, tensors, plan)
         on_host = facts.offloads
         states = step_moves.state_bytes(elements, plan) if plan.offload.optimizer and not plan.offload.parameters else 0
         away = facts.device_type == "cuda"
@@ -122,8 +124,8 @@ class Costing:
             agree=scale.collective("all_reduce", COUNTS_BYTES, "world") if scale.runtime == SHARDWISE else 0.0,
             clip=pace.host_adam(elements) / 2 if on_host else pace.copy(*step_moves.clip(elements, tensors, plan)),
             clip_exchange=scale.agreements(),
-            update=0.0 if on_host else pace.copy(*step_moves.update(elements, tensors, plan)),
-            host_update=pace.host_adam(elements) if on_host else 0.0,
+            update=0.0 if on_host else pace.copy(*updated),
+            host_update=pace.host_adam(updated.moved / ADAM_BYTES) if on_host else 0.0,
             gather=scale.collective("all_gather", weights, "shard") if scale.rules == "ddp" else 0.0,
             fetch=pace.host_copy(states) if away else 0.0,
             store=pace.host_copy(states) if away else 0.0,

@@ -82,10 +82,10 @@ class Timeline:
     step_s: float
     """Seconds from the step's begin to its end."""
     spans: tuple[Span, ...]
-    """What happens, in the order in which the schedule issues it. Of many alike micro-batches in the middle of a step
-    only the first two are listed; `step_s`, `busy` and `exposed` count all."""
+    """What happens, in the order in which the schedule issues it; none in a brief timeline. Of many alike micro-batches
+    in the middle of a step only the first are listed; `step_s`, `busy` and `exposed` count all."""
     waits: tuple[Wait, ...]
-    """Where the compute lane stands still, in order."""
+    """Where the compute lane stands still, in order, of the micro-batches whose spans are listed."""
     busy: dict[Lane, float]
     """Seconds in which each lane works, by interval union."""
     exposed: dict[Lane, float]

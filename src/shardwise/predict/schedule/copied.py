@@ -60,11 +60,14 @@ class Copied:
             )
 
     def later(self, span: Span, times: int) -> Span:
-        """Return the same span of a unit so many further on; one that is of no unit stays."""
+        """Return the same span of a unit so many further on; one of no unit of the row stays."""
         lane, what, unit, number, start, end = span
         if unit not in self.place_of:
             return span
-        name = self.names[self.place_of[unit] + times * self.row.way]
+        place = self.place_of[unit] + times * self.row.way
+        if not 0 <= place < len(self.names):
+            return span  # of long ago: nothing waits for it any more
+        name = self.names[place]
         shift = times * (self.row.host_took if lane == "issue" else self.row.took)
         moved: Span = _new(Span, (lane, what, name, number, start + shift, end + shift))
         return moved

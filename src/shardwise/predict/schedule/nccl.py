@@ -84,8 +84,6 @@ class Fsdp2(AlikeUnits):
 
     def _backward(self) -> None:
         root, names, late = self.step.root, self.names, self.step.late
-        # Unasked for, a gather that takes no turns with reductions may start beside what was computed before its issue.
-        apart = self.step.separate_group or self.step.regather_group
         self.border = None
         self._return(len(names))
         self.compute(root.head_backward, "backward", ROOT, root.head_backward_issue)
@@ -99,7 +97,8 @@ class Fsdp2(AlikeUnits):
                 self.compute(unit.backward, "backward", names[place], unit.backward_issue)
                 if place != late:
                     self._reduce(place)
-                if unit.travel <= 0 and not (apart and unit.regather > 0 and not self.step.behind[place]):
+                # A gather that nobody has asked for ahead may start beside what was settled before its issue.
+                if unit.travel <= 0 and (unit.regather <= 0 or self.step.behind[place]):
                     place = self.skip(place, -1, self.step.behind)
         self.compute(root.embed_backward, "backward", ROOT, root.embed_backward_issue)
         self._reduce(len(names))
