@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from planned_step import PlannedStep, planned_step, random_rows, save_llama
-from shardwise.catalogue.cluster_file import read_cluster
 from transformers.utils.logging import disable_progress_bar
 
+from shardwise.catalogue.cluster_file import read_cluster
 from shardwise.catalogue.models import find_model
 from shardwise.predict.step_time import timeline_of
 from shardwise.spec.plan import Plan
@@ -89,9 +89,9 @@ def settings_of(name: str) -> dict[str, object]:
     return {**plain, **PLANS[name]}
 
 
-def measure(folder: str, rounds: int) -> dict[str, object]:
-    """Time all plans in turns on the ranks of an initialised process group; the first round warms up."""
-    made = {name: planned_step(folder, settings_of(name)) for name in PLANS}
+def measure(folder: str, rounds: int, names: Sequence[str]) -> dict[str, object]:
+    """Time plans in turns on the ranks of an initialised process group; the first round warms up."""
+    made = {name: planned_step(folder, settings_of(name)) for name in names}
     seconds: Times = {name: [] for name in made}
     for number in range(rounds + 1):
         for name in list(made) if number % 2 == 0 else list(reversed(made)):
@@ -117,20 +117,21 @@ def work(given: argparse.Namespace) -> None:
     """Be one rank; rank 0 writes what was measured."""
     disable_progress_bar()
     dist.init_process_group("gloo")
-    found = measure(given.folder, given.rounds)
+    found = measure(given.folder, given.rounds, given.plans)
     if dist.get_rank() == 0:
         Path(given.folder, "measured.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def at_rate(lab: Lab, folder: Path, rate: float, rounds: int) -> list[Row]:
+def at_rate(lab: Lab, folder: Path, rate: float, given: argparse.Namespace) -> list[Row]:
     """Probe and measure at one rate of the link; returns a row per plan."""
     lab.set_rate(rate)
     probed = folder / f"cluster-{rate:g}.yaml"
     command = str(Path(sys.executable).with_name("shardwise"))
     lab.torchrun([command, "probe", "-o", str(probed)], timeout_s=300)
-    lab.torchrun([__file__, "--worker", "--folder", str(folder), "--rounds", str(rounds)], timeout_s=1800)
+    words = ["--worker", "--folder", str(folder), "--rounds", str(given.rounds), "--plans", *given.plans]
+    lab.torchrun([__file__, *words], timeout_s=1800)
     found = json.loads((folder / "measured.json").read_text())
     cluster = read_cluster(probed)
     workload = Workload(model=find_model(str(folder)), seq_len=LENGTH, held_out=False)
@@ -188,7 +189,7 @@ def run(given: argparse.Namespace) -> None:
         folder = Path(made)
         save_llama(folder, blocks=BLOCKS, vocab=VOCAB, length=LENGTH)
         for rate in given.rates:
-            rows += at_rate(lab, folder, rate, given.rounds)
+            rows += at_rate(lab, folder, rate, given)
     total = summary(rows)
     if given.json:
         print(json.dumps({"rounds": given.rounds, "rows": [asdict(row) for row in rows], **total}))
@@ -201,6 +202,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[200.0, 1000.0], help="of the link, Mbit/s")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS), metavar="NAME")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -28,7 +28,7 @@ def test_there_are_few_and_none_has_another_s_name():
     assert len({constant.name for constant in (*CONSTANTS, *OF_TIME)}) == len(CONSTANTS) + len(OF_TIME)
 
 
-@pytest.mark.parametrize("constant", (*CONSTANTS, *OF_TIME), ids=lambda constant: constant.name)
+@pytest.mark.parametrize("constant", [*CONSTANTS, *OF_TIME], ids=lambda constant: constant.name)
 def test_each_is_bounded_and_explained(constant):
     assert 0 <= constant.low < constant.high
     assert constant.low <= constant.value <= constant.high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -44,8 +45,8 @@ def test_gathers_that_block_are_all_exposed():
 
 
 def test_a_gather_ahead_hides_under_the_unit_before():
-    """The root posts gather 0 (0-3); unit 0 posts gather 1 (3-6) and computes 3-7, unit 1 7-11. In backward the root posts
-    gather 1 (11-14), unit 1 posts gather 0 (14-17) and computes 14-20, unit 0 20-26."""
+    """The root posts gather 0 (0-3); unit 0 posts gather 1 (3-6) and computes 3-7, unit 1 7-11. In backward the root
+    posts gather 1 (11-14), unit 1 posts gather 0 (14-17) and computes 14-20, unit 0 20-26."""
     made = simulate_gloo(step(ahead=AHEAD, behind=BEHIND))
     assert made.step_s == 26
     assert made.exposed == {"all_gather": 6}
@@ -75,7 +76,7 @@ def test_reductions_that_block():
 
 
 def test_what_arrived_is_added_up_when_a_reduction_is_finished():
-    """One unit at a time: reduction 1 is done at 29, its sum 29-31; then unit 0: 31-37, copy 37-38, 38-46, sum 46-48."""
+    """One unit at a time: reduction 1 is done at 29, its sum 29-31; then unit 0: 31-37, copy 37-38, 38-46, 46-48."""
     unit = replace(REDUCED, reduce_sum=2)
     made = simulate_gloo(step(units=(unit, unit), ahead=AHEAD, behind=BEHIND, background_reductions=False))
     assert made.step_s == 48
@@ -83,15 +84,15 @@ def test_what_arrived_is_added_up_when_a_reduction_is_finished():
 
 
 def test_computing_beside_the_wire_is_slower():
-    """Gather 1 is on the wire 3-6; unit 0 computes beside it: in 3 s it does 2 of its 4, the rest takes 2: until 8. Unit 1
-    8-12; gather 12-15, gather 0 on the wire 15-18: unit 1's backward does 2 of 6 by 18 and ends at 22, unit 0's at 28."""
+    """Gather 1 is on the wire 3-6; unit 0 computes beside it: in 3 s it does 2 of its 4, the rest takes 2: until 8.
+    Unit 1 8-12; gather 12-15, gather 0 15-18: unit 1's backward does 2 of 6 by 18, ends at 22, unit 0's at 28."""
     made = simulate_gloo(step(ahead=AHEAD, behind=BEHIND, slowdown=1.5))
     assert made.step_s == pytest.approx(28)
 
 
 def test_a_unit_without_an_end_in_backward_is_reduced_after_the_root():
-    """Unit 0 is late. Without gathers: forward 8, backward 6, copy 1, reduction 15-23; unit 0 15-21; the root's reduction
-    posted at 21 (23-28), then unit 0's copy 21-22 and reduction 28-36."""
+    """Unit 0 is late. Without gathers: forward 8, backward 6, copy 1, reduction 15-23; unit 0 15-21; the root's
+    reduction posted at 21 (23-28), then unit 0's copy 21-22 and reduction 28-36."""
     unit = replace(REDUCED, gather=0, regather=0)
     root = RootCosts(unit=UnitCosts(reduce=5))
     made = simulate_gloo(step(units=(unit, unit), root=root, late=0, buffers=9))
@@ -164,4 +165,4 @@ def test_a_step_is_computing_and_what_is_exposed(first, second, micro_batches, b
     assert 0 <= made.exposed_s <= wire + 1e-9
     assert made.exposed_s == pytest.approx(sum(wait.end - wait.start for wait in made.waits))
     ends = [span for span in made.spans if span.lane != "compute"]
-    assert all(before.end <= after.start for before, after in zip(ends, ends[1:], strict=False))
+    assert all(before.end <= after.start for before, after in pairwise(ends))

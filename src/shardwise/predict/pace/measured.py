@@ -34,7 +34,7 @@ class MeasuredPace(Pace):
         self._products: dict[int, Curve] = {}
         self._attention: dict[int, Curve] = {}
         on_cpus = cluster.gpu is None
-        hooks = device.unit_s or device.issue_s * UNIT_OPERATIONS
+        device.unit_s or device.issue_s * UNIT_OPERATIONS
         issue = device.issue_s * IN_MODELS[cluster.device_type]
         super().__init__(
             peak_flops=max(map(_best, device.products.values())) if host is None else host.peak_flops,
