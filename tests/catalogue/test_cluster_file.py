@@ -50,7 +50,7 @@ MEASURED = st.builds(
         DeviceSpeeds,
         products=st.dictionaries(DTYPES, CURVES, max_size=2),
         attention=st.dictionaries(DTYPES, CURVES, max_size=1),
-        memory=CURVES,
+        memory=st.dictionaries(DTYPES, CURVES, min_size=1, max_size=2),
         issue_s=st.floats(0, 1),
     ),
     collectives=st.lists(
@@ -127,7 +127,7 @@ def test_a_name_that_ends_as_a_file_is_one(tmp_path, monkeypatch):
 def test_what_is_written_can_be_read_by_people(tmp_path):
     """A known card stands there by its name, points of a curve on one line each, and what is not known not at all."""
     curve = Curve(points=((1024.0, 1e-5), (2048.0, 2e-5)), source="here")
-    device = DeviceSpeeds(products={"bf16": curve}, memory=curve, issue_s=1e-6)
+    device = DeviceSpeeds(products={"bf16": curve}, memory={"fp32": curve}, issue_s=1e-6)
     found = find_cluster("8xA10").model_copy(update={"measured": Measured(device=device, source="today")})
     write_cluster(found, tmp_path / "a.yaml")
     lines = (tmp_path / "a.yaml").read_text().splitlines()

@@ -145,7 +145,7 @@ def test_on_measured_cpus_the_peak_is_the_best_product():
     _, plan = of()
     products = Curve(points=((1e6, 1e-3), (1e9, 20e-3)), source="here")
     memory = Curve(points=((1e6, 1e-3),), source="here")
-    measured = Measured(device=DeviceSpeeds(products={"fp32": products}, memory=memory, issue_s=0), source="here")
+    measured = Measured(device=DeviceSpeeds(products={"fp32": products}, memory={"fp32": memory}, issue_s=0), source="here")
     cluster = Cluster(name="2xcpu", nodes=1, per_node=2, gpu=None, measured=measured)
     assert peak_flops(cluster, plan) == pytest.approx(50e9)
 

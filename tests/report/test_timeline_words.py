@@ -169,7 +169,7 @@ def test_speeds_say_where_they_come_from():
     )
     assert "; network eth-80)" in speed_words(rated.model_copy(update={"network": "eth-80"}), plan)
     one = Curve(points=((1.0, 1.0),), source="here")
-    measured = Measured(device=DeviceSpeeds(products={"fp32": one}, memory=one, issue_s=0), source="probe of today")
+    measured = Measured(device=DeviceSpeeds(products={"fp32": one}, memory={"fp32": one}, issue_s=0), source="probe of today")
     assert speed_words(rated.model_copy(update={"measured": measured}), plan) == "speeds: measured (probe of today)"
 
 

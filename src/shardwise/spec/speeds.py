@@ -21,8 +21,9 @@ class DeviceSpeeds(Strict):
     """Dtype -> seconds of one matrix product by its FLOPs."""
     attention: dict[str, Curve] = Field(default_factory=dict)
     """Dtype -> seconds of one attention by the FLOPs that its kernel executes; empty: as matrix products."""
-    memory: Curve
-    """Seconds of one pointwise operation by the bytes that it reads and writes together."""
+    memory: dict[str, Curve] = Field(min_length=1)
+    """Dtype -> seconds of one pointwise operation by the bytes that it reads and writes together: CPUs turn halves into
+    fp32 and back, which takes longer per byte. A dtype that is missing goes by fp32's."""
     issue_s: float = Field(ge=0)
     """Seconds of the host for issuing one operation; on CPUs, of one operation on almost nothing."""
     post_s: float = Field(default=0.0, ge=0)

@@ -76,7 +76,7 @@ def test_an_unknown_axis_is_refused():
 
 def test_four_thousand_ranks_take_microseconds():
     mesh = Mesh(replicate=64, shard=8, tensor=8)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(100):
         group_of("replicate", mesh, 8)
-    assert (time.perf_counter() - started) / 100 < 200e-6
+    assert (time.process_time() - started) / 100 < 200e-6

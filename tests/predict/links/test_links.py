@@ -109,7 +109,7 @@ def test_results_are_remembered():
     links = links_of(cluster("4x8xH100-SXM-80GB ib-8x400"))
     group = Group(4, 8)
     links.seconds("all_reduce", 1e8, group)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(1000):
         links.seconds("all_reduce", 1e8, group)
-    assert (time.perf_counter() - started) / 1000 < 5e-6
+    assert (time.process_time() - started) / 1000 < 5e-6

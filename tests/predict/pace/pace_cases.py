@@ -47,7 +47,7 @@ def measured(host=None, **products):
     line = curve((2e3, 2e-6), (2e9, 2.0))
     return Measured(
         device=DeviceSpeeds(
-            products=products or {"fp32": line}, memory=line, issue_s=5e-6, post_s=30e-6, slowdown=1.25
+            products=products or {"fp32": line}, memory={"fp32": line}, issue_s=5e-6, post_s=30e-6, slowdown=1.25
         ),
         host=host,
         source="probe",

@@ -94,3 +94,22 @@ def test_operations_of_a_copy_are_equal():
     here = pace(measured=measured())
     assert here.copy(8e6, 4) == pytest.approx(8e-3 + 60e-6)
     assert here.copy(0, 0) == 0
+
+
+def test_pointwise_operations_go_by_the_dtype_of_computation():
+    """Halves take 3 s per GB. Copies of weights and gradients, which rest in fp32, take 1; so do halves without curve."""
+    slow = curve((2e3, 6e-6), (2e9, 6.0))
+    found = measured(bf16=curve((2e9, 2.0)), fp32=curve((2e9, 2.0)))
+    device = found.device.model_copy(update={"memory": {**found.device.memory, "bf16": slow}})
+    probed = found.model_copy(update={"device": device})
+    work = Work(moves=((10**9, 1),))
+    assert pace(measured=probed, dtype="bf16").seconds(work) == pytest.approx(3 + 15e-6)
+    assert pace(measured=probed, dtype="bf16").copy(1e9) == pytest.approx(1 + 15e-6)
+    assert pace(measured=probed, dtype="fp32").seconds(work) == pytest.approx(1 + 15e-6)
+    assert pace(measured=found, dtype="bf16").seconds(work) == pytest.approx(1 + 15e-6)
+
+
+def test_what_fsdp_takes_around_a_unit_is_measured():
+    found = measured()
+    probed = found.model_copy(update={"device": found.device.model_copy(update={"unit_s": 0.8e-3})})
+    assert pace(measured=probed).unit_issue == 0.8e-3

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from shardwise.engine.dtypes import TORCH_DTYPE
 from shardwise.measure.probe.team import Team
 from shardwise.measure.probe.timing import Body, Limits, Timing, climb, powers, time_one
-from shardwise.spec.strict import Dtype
+from shardwise.spec.strict import DTYPE_BYTES, Dtype
 
 ROWS = 4
 """Rows of a product over the side of its weight: tokens of a micro-batch are more than a hidden size."""
@@ -104,7 +104,7 @@ def attention(dtype: Dtype, team: Team, limits: Limits) -> tuple[Timing, ...]:
     return tuple(scaled(timing, size=timing.size / 2, share=0.5) for timing in found)
 
 
-def memory(team: Team, limits: Limits) -> tuple[Timing, ...]:
+def memory(dtype: Dtype, team: Team, limits: Limits) -> tuple[Timing, ...]:
     """Time a pointwise operation by the bytes that it reads and writes together. Collective.
 
     One operand was just written, the other lies among the last 32 results, and the result is new: as in a model, whose
@@ -112,15 +112,15 @@ def memory(team: Team, limits: Limits) -> tuple[Timing, ...]:
     """
 
     def prepare(size: float) -> tuple[Body, float]:
-        elements = max(1, int(size) // 12)
-        kept = deque(
-            (torch.ones(elements, device=team.device) for _ in range(max(2, min(KEPT, KEPT_BYTES // (4 * elements))))),
-        )
+        touched = 3 * DTYPE_BYTES[dtype]
+        elements = max(1, int(size) // touched)
+        count = max(2, min(KEPT, 3 * KEPT_BYTES // (touched * elements)))
+        kept = deque(torch.ones(elements, dtype=TORCH_DTYPE[dtype], device=team.device) for _ in range(count))
 
         def body() -> None:
             kept.append(torch.mul(kept[-1], kept.popleft()))
 
-        return body, 12.0 * elements
+        return body, float(touched * elements)
 
     return climb(powers(12 * 256, limits.most_bytes, 4), prepare, team, limits)
 

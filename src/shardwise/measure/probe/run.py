@@ -86,14 +86,14 @@ def _device(team: Team, limits: Limits) -> tuple[DeviceSpeeds, list[Row]]:
     products = {dtype: compute.products(dtype, team, limits) for dtype in DTYPES}
     attended = DTYPES if team.device.type == "cuda" else DTYPES[:2]
     attention = {dtype: compute.attention(dtype, team, limits) for dtype in attended}
-    memory = compute.memory(team, limits)
+    memory = {dtype: compute.memory(dtype, team, limits) for dtype in attended}
     rows = [Row(what=f"matrix products, {dtype}", unit="FLOPs", timings=found) for dtype, found in products.items()]
     rows += [Row(what=f"causal attention, {dtype}", unit="FLOPs", timings=found) for dtype, found in attention.items()]
-    rows.append(Row(what="pointwise operations", unit="bytes", timings=memory))
+    rows += [Row(what=f"pointwise operations, {dtype}", unit="bytes", timings=found) for dtype, found in memory.items()]
     speeds = DeviceSpeeds(
         products={dtype: curve(found, source) for dtype, found in products.items()},
         attention={dtype: curve(found, source) for dtype, found in attention.items()},
-        memory=curve(memory, source),
+        memory={dtype: curve(found, source) for dtype, found in memory.items()},
         issue_s=compute.issue_s(team, limits),
     )
     return speeds, rows

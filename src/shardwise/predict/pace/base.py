@@ -52,7 +52,7 @@ class Pace(ABC):
     def _sum(self, work: Work) -> float:
         total = sum(count * self.product(product) for product, count in work.products)
         total += sum(count * self.attention(call) for call, count in work.attention)
-        return total + sum(count * self.copy(size) for size, count in work.moves)
+        return total + sum(count * self.move(size) for size, count in work.moves)
 
     @abstractmethod
     def product(self, product: Product) -> float:
@@ -65,6 +65,10 @@ class Pace(ABC):
     @abstractmethod
     def copy(self, moved: float, operations: int = 1) -> float:
         """Return the time of pointwise operations or copies on the device that read and write `moved` bytes in all."""
+
+    def move(self, moved: float) -> float:
+        """Return the time of one pointwise operation on activations that reads and writes `moved` bytes in all."""
+        return self.copy(moved)
 
     @abstractmethod
     def host_copy(self, size: float) -> float:

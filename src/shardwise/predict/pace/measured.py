@@ -34,13 +34,13 @@ class MeasuredPace(Pace):
         self._products: dict[int, Curve] = {}
         self._attention: dict[int, Curve] = {}
         on_cpus = cluster.gpu is None
-        device.unit_s or device.issue_s * UNIT_OPERATIONS
         issue = device.issue_s * IN_MODELS[cluster.device_type]
+        hooks = device.unit_s or issue * UNIT_OPERATIONS
         super().__init__(
             peak_flops=max(map(_best, device.products.values())) if host is None else host.peak_flops,
             slowdown=device.slowdown,
             issue_s=0.0 if on_cpus else issue * (COMPILED if compiled else 1),
-            unit_issue=issue * UNIT_OPERATIONS if runtime.sharding in ("fsdp2", "fsdp1") else 0.0,
+            unit_issue=hooks if runtime.sharding in ("fsdp2", "fsdp1") else 0.0,
             post=device.post_s if on_cpus else 0.0,
         )
         self._own_s = issue * (COMPILED if compiled else 1) if on_cpus else 0.0
@@ -51,7 +51,7 @@ class MeasuredPace(Pace):
         curve = self._products.get(product.item)
         if curve is None:
             curve = self._products[product.item] = self._curve(self._device.products, product.item)
-        return self._own_s + max(curve.seconds(product.flops), self._device.memory.seconds(product.moved))
+        return self._own_s + max(curve.seconds(product.flops), self._memory(product.item).seconds(product.moved))
 
     def attention(self, call: AttentionWork) -> float:
         """Return the time by FLOPs executed; as a matrix product where no attention was measured."""
@@ -65,7 +65,11 @@ class MeasuredPace(Pace):
         """Return the time of operations of equal size."""
         if operations == 0:
             return 0.0
-        return operations * (self._own_s + self._device.memory.seconds(moved / operations))
+        return operations * (self._own_s + self._memory(4).seconds(moved / operations))
+
+    def move(self, moved: float) -> float:
+        """Return the time of one operation on activations, which are in the dtype of computation."""
+        return self._own_s + self._memory(4 if self._dtype == "fp32" else 2).seconds(moved)
 
     def host_copy(self, size: float) -> float:
         """Return the time of one copy; on CPUs there is no other memory, so 0."""
@@ -78,6 +82,12 @@ class MeasuredPace(Pace):
         if self._host is not None:
             return self._host.adam_s * elements
         return self.copy(ADAM_BYTES * elements) if self._rated is None else self._rated.host_adam(elements)
+
+    def _memory(self, item: int) -> Curve:
+        """Return the curve of pointwise operations on a dtype by its bytes; what was not measured goes by fp32's."""
+        curves = self._device.memory
+        names = (*SHORT[item], "fp32", *curves)
+        return next(curves[name] for name in names if name in curves)
 
     def _curve(self, curves: dict[str, Curve], item: int) -> Curve:
         """Return the curve of a dtype by its bytes: the plan's if it was measured, else another of as many bytes."""
