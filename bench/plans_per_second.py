@@ -3,7 +3,10 @@
     python bench/plans_per_second.py [model] [cluster]
 
 Prints plans per second of the first pass, which works everything out, and of a second one over the same plans in
-another order; the target is 10,000.
+another order; the target is 10,000. Then, for some of the plans, each of them new, milliseconds of whole Reports
+(Footprint and Timeline) and of Timelines without spans, by micro-batches; the target is 1 for a Report of 80 blocks:
+
+    python bench/plans_per_second.py llama-2-70b
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 from shardwise.catalogue.clusters import find_cluster
 from shardwise.catalogue.models import find_model
-from shardwise.predict.estimate import estimate_peak
+from shardwise.predict.estimate import estimate, estimate_peak
+from shardwise.predict.step_time import timeline_of
 from shardwise.spec.layout import Mesh, Offload, Prefetch, ReduceScatter, Units
 from shardwise.spec.plan import Dtypes, Plan
 from shardwise.spec.workload import Workload
@@ -31,6 +35,10 @@ DTYPES = Dtypes(
     buffer=None,
     loss_scaling=False,
 )
+
+
+SOME = 600
+"""Plans whose Reports are timed."""
 
 
 def plans(world: int) -> Iterator[Plan]:
@@ -82,6 +90,23 @@ def main(model: str = "llama-3.1-8b", cluster: str = "8x8xH100-SXM-80GB") -> Non
         seconds = time.process_time() - begun
         print(f"{pass_}: {len(searched)} plans in {seconds:.2f} s of one core: {len(searched) / seconds:,.0f} a second")
         random.Random(0).shuffle(searched)
+    for steps in (1, 4):
+        some = [plan.model_copy(update={"accumulation_steps": steps}) for plan in searched[:SOME]]
+        times(f"Reports of {steps} micro-batches", some, lambda plan: estimate(workload, plan, machines))
+        times(f"brief Timelines of {steps}", some, lambda plan: timeline_of(workload, plan, machines, brief=True))
+
+
+def times(what: str, some: list[Plan], make: Callable[[Plan], object]) -> None:
+    """Print the middle and the slowest tenth, when what plans have in common is known."""
+    for plan in some:
+        make(plan)
+    taken = []
+    for plan in some:
+        begun = time.process_time()
+        make(plan)
+        taken.append(time.process_time() - begun)
+    taken.sort()
+    print(f"{what}: {taken[len(taken) // 2] * 1e3:.2f} ms, a tenth above {taken[len(taken) * 9 // 10] * 1e3:.2f}")
 
 
 if __name__ == "__main__":

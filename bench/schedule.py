@@ -1,5 +1,7 @@
 """How long one Timeline takes: microseconds of one core per step, for several depths and micro-batches.
 
+Brief ones have totals only; whole ones are looked at, so that their spans and waits are made.
+
     python bench/schedule.py
 
 A planner plays thousands of plans; the target is well under a millisecond for 80 blocks.
@@ -58,7 +60,8 @@ def main(repeats: int = 200) -> None:
 def timed(step: StepCosts, brief: bool) -> float:
     """Return the seconds of one simulation."""
     begun = time.perf_counter()
-    simulate(step, brief=brief)
+    timeline = simulate(step, brief=brief)
+    assert brief or len(timeline.spans) > len(timeline.waits)
     return time.perf_counter() - begun
 
 

@@ -168,14 +168,12 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def show(rows: Sequence[Row], total: dict[str, float]) -> None:
-    """Print all rows."""
-    print(f"{'Mbit/s':>7}  {'plan':40}{'predicted':>10}{'measured':>10}  {'rounds':13}{'error':>8}")
+    """Print all rows, as `docs/time_lab.md` has them."""
+    print("| Mbit/s | plan | predicted | measured | all rounds | error |")
+    print("|--:|---|--:|--:|--:|--:|")
     for row in rows:
-        band = f"{row.fastest_s:.2f}..{row.slowest_s:.2f}"
-        print(
-            f"{row.mbit_per_s:>7g}  {row.plan:40}{row.predicted_s:>8.2f} s{row.measured_s:>8.2f} s  {band:13}"
-            f"{row.error:>+8.1%}"
-        )
+        seconds = f"{row.predicted_s:.2f} s | {row.measured_s:.2f} s | {row.fastest_s:.2f} .. {row.slowest_s:.2f} s"
+        print(f"| {row.mbit_per_s:g} | {row.plan} | {seconds} | {row.error:+.1%} |")
     print(
         f"{total['plans']:g} plans: median error {total['median_error']:.1%}, largest {total['largest_error']:+.1%}, "
         f"Kendall's tau {total['kendall_tau']:.2f}"

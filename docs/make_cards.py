@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.catalogue.clusters import DRIVER_KEEPS_MIB, DRIVER_KEEPS_SHARE, MIB, cards, gpu
+from pages import write
+
+from shardwise.catalogue.cards import DRIVER_KEEPS_MIB, DRIVER_KEEPS_SHARE, MIB, cards, gpu
 from shardwise.catalogue.instances import Instance, instances
 from shardwise.catalogue.networks import network_of
 from shardwise.spec.cluster import NETWORKS, NVL72, Cluster, Rates
@@ -76,7 +78,8 @@ The nearest name is told for one that is not known.
 
 A network is `<kind>-<adapters>x<Gb/s of each>` or `<kind>-<Gb/s of a machine>`: `ib-8x400` is eight adapters of 400
 Gb/s in each machine, 400 GB/s of the machine in one direction; `ib-400` is one eighth of that. Kinds are
-{", ".join(f"`{kind}`" for kind in NETWORKS)} (`net`: not known), and `{NVL72}` is NVLink over the machines of a rack.
+{", ".join(f"`{kind}`" for kind in NETWORKS)} (`net`: not known), and `{NVL72}` is NVLink over the machines of a
+rack (GB200, GB300). More than 1,000,000 Gb/s of a machine are refused.
 
 What large collectives between two machines reach of the wire: of 8 x 400 Gb/s in each, of kernel sockets (`eth`) with
 one adapter of 25 and of 100 Gb/s, and of a rack with four GB200 in each machine. The range is over any number of
@@ -123,9 +126,30 @@ host_cores: 32
 ```
 
 `nodes` and `per_node` are needed. `gpu` is a card of the catalogue, `cpu`, or a card given whole with at least `name`
-and `usable: {{bytes: ..., source: ...}}`; without `rates` its memory can be predicted and its time cannot. `measured`
-holds the curves of a probe, which take the place of the catalogue's figures. Files that end in `.json` hold the same as
-JSON. Unknown fields are refused, and errors name the field and the line.
+and `usable: {{bytes: ..., source: ...}}`; without `rates` its memory can be predicted and its time cannot. Sizes are
+bytes, rates bytes or FLOPs per second and in one direction; figures that can only be GB or TFLOPS are refused.
+`measured` holds the curves of a probe, which take the place of the catalogue's figures. Files that end in `.json` hold the
+same as JSON. Unknown fields are refused, and errors name the field and the line.
+
+A card given whole is timed with its products in `fp32` and in the dtype of computation, alone or over PCIe; how fast
+collectives over its NVLink are only a probe can say:
+
+```yaml
+nodes: 1
+per_node: 8
+gpu:
+  name: MINE
+  usable: {{bytes: 85000000000, source: torch.cuda.mem_get_info}}
+  link: pcie
+  rates:
+    products:
+      fp32: {{value: 60.0e+12, source: datasheet}}
+      bf16: {{value: 500.0e+12, source: datasheet}}
+    memory: {{value: 2.0e+12, source: datasheet}}
+    link: {{value: 31.5e+9, source: PCIe 4.0 x16}}
+    host: {{value: 31.5e+9, source: PCIe 4.0 x16}}
+    peer_to_peer: true
+```
 """
 
 
@@ -214,6 +238,9 @@ def _machine(name: str, machine: Instance) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+PAGES = {TARGET: page, CLUSTERS: clusters_page}
+"""Page -> what makes its whole text."""
+
+
 if __name__ == "__main__":
-    TARGET.write_text(page())
-    CLUSTERS.write_text(clusters_page())
+    write(PAGES)

@@ -6,6 +6,7 @@ import textwrap
 import typing
 from pathlib import Path
 
+from pages import write
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -140,5 +141,9 @@ def page() -> str:
     )
 
 
+PAGES = {TARGET: page}
+"""Page -> what makes its whole text."""
+
+
 if __name__ == "__main__":
-    TARGET.write_text(page())
+    write(PAGES)

@@ -6,10 +6,12 @@ Each part of a page stands between two comments that name it; the rest of the pa
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from pages import ROOT, Parts, spliced, write
 from rich.console import Console
 
 from shardwise.catalogue.clusters import find_cluster
@@ -27,8 +29,6 @@ from shardwise.report.terminal import bytes_text
 from shardwise.spec.footprint import DeviceMemory
 from shardwise.spec.reader import read_job
 from shardwise.spec.runtime import Runtime
-
-ROOT = Path(__file__).resolve().parents[1]
 
 TABLE_CASES = (("llama-2-7b", "8xA100-80GB"), ("llama-2-70b", "64xH100-SXM-80GB"))
 """Model and cluster of the tables in section 1."""
@@ -250,7 +250,7 @@ def shims() -> Iterator[str]:
     yield ""
 
 
-PAGES: dict[Path, dict[str, Callable[[], Iterator[str]]]] = {
+PARTS: dict[Path, Parts] = {
     ROOT / "README.md": {"answer": answer},
     ROOT / "docs" / "article.md": {"table": strategies, "case": case},
     ROOT / "docs" / "memory.md": {"blocks": blocks, "constants": constants},
@@ -258,20 +258,9 @@ PAGES: dict[Path, dict[str, Callable[[], Iterator[str]]]] = {
 }
 """Page -> name of a part -> what makes its lines."""
 
-
-def page(path: Path) -> str:
-    """Return a page with its parts made anew."""
-    text = path.read_text(encoding="utf-8")
-    for name, make in PAGES[path].items():
-        begin, end = f"<!-- made: {name} -->\n", f"<!-- end: {name} -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert found, f"{path.name} has no {begin!r}"
-        assert closed, f"{path.name} has no {end!r}"
-        text = before + begin + "\n" + "\n".join(make()).strip() + "\n\n" + end + after
-    return text
+PAGES = {path: partial(spliced, path, parts) for path, parts in PARTS.items()}
+"""Page -> what makes its whole text."""
 
 
 if __name__ == "__main__":
-    for target in PAGES:
-        target.write_text(page(target), encoding="utf-8")
+    write(PAGES)

@@ -6,9 +6,11 @@ Each part of a page stands between two comments that name it; the rest of the pa
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from pages import ROOT, Parts, spliced, write
 from rich.console import Console
 
 from shardwise.catalogue.clusters import find_cluster
@@ -21,8 +23,6 @@ from shardwise.report.answer import PlanAnswer
 from shardwise.report.scaling_table import ScalingLine, bend_words, print_scaling
 from shardwise.report.timeline_table import print_step
 from shardwise.spec.reader import read_job
-
-ROOT = Path(__file__).resolve().parents[1]
 
 MODEL = "qwen-7b"
 MACHINE = "8xA100-80GB"
@@ -118,26 +118,15 @@ def step() -> Iterator[str]:
     yield "```"
 
 
-PAGES: dict[Path, dict[str, Callable[[], Iterator[str]]]] = {
+PARTS: dict[Path, Parts] = {
     ROOT / "docs" / "scaling.md": {"article": article, "sweep": sweep},
     ROOT / "docs" / "timeline.md": {"step": step},
 }
 """Page -> name of a part -> what makes its lines."""
 
-
-def page(path: Path) -> str:
-    """Return a page with its parts made anew."""
-    text = path.read_text(encoding="utf-8")
-    for name, make in PAGES[path].items():
-        begin, end = f"<!-- made: {name} -->\n", f"<!-- end: {name} -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert found, f"{path.name} has no {begin!r}"
-        assert closed, f"{path.name} has no {end!r}"
-        text = before + begin + "\n" + "\n".join(make()).strip() + "\n\n" + end + after
-    return text
+PAGES = {path: partial(spliced, path, parts) for path, parts in PARTS.items()}
+"""Page -> what makes its whole text."""
 
 
 if __name__ == "__main__":
-    for target in PAGES:
-        target.write_text(page(target), encoding="utf-8")
+    write(PAGES)

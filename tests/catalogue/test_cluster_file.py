@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import string
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from house.source import ROOT
+from shardwise.catalogue.cards import cards, gpu
 from shardwise.catalogue.cluster_file import read_cluster, write_cluster
-from shardwise.catalogue.clusters import cards, find_cluster, gpu
+from shardwise.catalogue.clusters import find_cluster
+from shardwise.catalogue.models import find_model
+from shardwise.planner.advice import by_estimate
+from shardwise.planner.by_shape import plan_by_shape
 from shardwise.spec.cluster import Cluster, Figure, Gpu, Rates, Sourced
 from shardwise.spec.curve import Curve
 from shardwise.spec.problems import BadInput
@@ -19,7 +25,8 @@ from shardwise.spec.speeds import CollectiveSpeed, DeviceSpeeds, HostSpeeds, Mea
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 POSITIVE = st.floats(1e-9, 1e18)
 COUNT = st.integers(1, 2**50)
-FIGURES = st.builds(Figure, value=POSITIVE, source=WORDS)
+SIZES = st.integers(2**28, 2**50)
+FIGURES = st.builds(Figure, value=st.floats(1e9, 1e18), source=WORDS)
 CURVES = st.builds(
     Curve,
     points=st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=4, unique_by=lambda point: point[0]).map(
@@ -40,7 +47,7 @@ RATES = st.builds(
 CARDS = st.builds(
     Gpu,
     name=WORDS | st.sampled_from(list(cards())),
-    usable=st.builds(Sourced, bytes=COUNT, source=WORDS),
+    usable=st.builds(Sourced, bytes=SIZES, source=WORDS),
     link=st.sampled_from([None, "nvlink", "pcie"]),
     rates=st.none() | RATES,
 )
@@ -72,7 +79,7 @@ CLUSTERS = st.builds(
     nodes=st.integers(1, 999),
     per_node=st.integers(1, 16),
     gpu=st.none() | st.sampled_from(list(cards())).map(gpu) | CARDS,
-    host_bytes=st.none() | COUNT,
+    host_bytes=st.none() | SIZES,
     host_cores=st.none() | COUNT,
     network=st.none() | st.sampled_from(["ib-8x400", "roce-1600", "eth-25"]),
     measured=st.none() | MEASURED,
@@ -170,10 +177,13 @@ def test_names_that_cannot_be_written(tmp_path, name, said):
         ("nodes: 0\nper_node: 2\n", "nodes", 1, "has to be greater than 0"),
         ("nodes: two\nper_node: 2\n", "nodes", 1, "'two': has to be a valid integer"),
         ("nodes: 1\nper_node: 2\nhost_core: 4\n", "host_core", 3, "did you mean 'host_cores'?"),
-        ("nodes: 1\nper_node: 2\ngpu: A11\n", "gpu", None, "did you mean 'A10'?"),
-        ("nodes: 1\nper_node: 2\ngpu: A100\n", "gpu", None, "is the name of 4 cards"),
+        ("nodes: 1\nper_node: 2\ngpu: A11\n", "gpu", 3, "did you mean 'A10'?"),
+        ("nodes: 1\nper_node: 2\ngpu: A100\n", "gpu", 3, "is the name of 4 cards"),
+        ("nodes: 1\nper_node: 2\ngpu: [A10]\n", "gpu", 3, "cpu, or a card given whole"),
+        ("nodes: 1\nper_node: 2\ngpu: {name: X, usable: 80}\n", "gpu.usable", 3, "has to be a mapping of keys"),
         ("nodes: 1\nper_node: 2\ngpu:\n  name: X\n", "gpu.usable", 3, "is missing"),
-        ("nodes: 2\nper_node: 2\ngpu: A10\nnetwork: roc-25\n", "network", None, "did you mean 'roce'?"),
+        ("nodes: 2\nper_node: 2\ngpu: A10\nnetwork: roc-25\n", "network", 4, "did you mean 'roce'?"),
+        ("", "mine.yaml", None, "it needs at least 'nodes' and 'per_node'"),
         ("nodes: 1\nper_node: 2\nnodes: 2\n", "nodes", 3, "is given twice"),
         ("nodes: 1\nper_node: 2\nmeasured: {source: x, device: {products: {}, memory: {source: x, points: []}}}\n",
          "measured.device.issue_s", 3, "is missing"),
@@ -181,10 +191,52 @@ def test_names_that_cannot_be_written(tmp_path, name, said):
     ],
 )  # fmt: skip
 def test_errors_name_the_field_and_the_line(tmp_path, text, field, line, said):
-    found = [problem for problem in refusal(written(tmp_path, text)) if problem.field.split(": ")[-1] == field]
+    found = [one for one in refusal(written(tmp_path, text)) if one.field.split(": ")[-1].split("/")[-1] == field]
     assert found, refusal(written(tmp_path, text))
     assert found[0].line == line
     assert said in str(found[0])
+
+
+WHOLE = """
+nodes: 1
+per_node: 8
+host_bytes: {host_bytes}
+gpu:
+  name: X
+  usable: {{bytes: {usable}, source: mine}}
+  rates:
+    products: {{fp32: {{value: {flops}, source: mine}}}}
+    memory: {{value: {memory}, source: mine}}
+    link: {{value: 300.0e+9, source: mine}}
+    host: {{value: {host}, source: mine}}
+    peer_to_peer: true
+"""
+RIGHT = {"host_bytes": 10**12, "usable": 80 * 10**9, "flops": "60.0e+12", "memory": "2.0e+12", "host": "31.5e+9"}
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "field", "said"),
+    [
+        ("host_bytes", 1000, "host_bytes", "write it in bytes: 80 GB are 80000000000"),
+        ("usable", 80, "gpu.usable.bytes", "is too little to be bytes"),
+        ("flops", "60.0", "gpu.rates.products.fp32.value", "312 TFLOPS are 312.0e+12"),
+        ("memory", "2000.0", "gpu.rates.memory.value", "is too little to be bytes per second"),
+        ("host", "31.5", "gpu.rates.host.value", "300 GB/s are 300.0e+9"),
+    ],
+)
+def test_figures_in_gigabytes_and_teraflops_are_refused(tmp_path, figure, value, field, said):
+    """Whoever writes 80 for 80 GB would get an answer that is off by 10^9."""
+    assert read_cluster(written(tmp_path, WHOLE.format(**RIGHT))).gpu.name == "X"
+    (problem,) = refusal(written(tmp_path, WHOLE.format(**{**RIGHT, figure: value})))
+    assert problem.field.endswith(f": {field}")
+    assert problem.line is not None
+    assert said in str(problem)
+
+
+def test_what_the_command_line_takes_a_file_takes_too(tmp_path):
+    found = read_cluster(written(tmp_path, "nodes: 2\nper_node: 8\ngpu: 4090\nnetwork: IB-8X400\n"))
+    assert found.gpu == gpu("RTX-4090")
+    assert found.network == "ib-8x400"
 
 
 def test_every_error_is_told_at_once(tmp_path):
@@ -198,3 +250,13 @@ def test_characters_that_yaml_does_not_allow_survive(tmp_path, name):
     for end in ("yaml", "json"):
         write_cluster(found, tmp_path / f"{name}.{end}")
         assert read_cluster(tmp_path / f"{name}.{end}") == found
+
+
+def test_files_that_the_page_shows_are_clusters_with_a_step_time(tmp_path):
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for number, text in enumerate(shown):
+        found = read_cluster(written(tmp_path, text, f"{number}.yaml"))
+        job = read_job(None, ["model=llama-3.2-1b", "mixed_precision=bf16"], needs_data=False)
+        assert by_estimate(plan_by_shape(job, find_model("llama-3.2-1b"), found)).timeline is not None

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from shardwise.catalogue.clusters import cards, cuda_visible, find_cluster, find_device, find_gpu, gpu
+from shardwise.catalogue.cards import cards, cuda_visible, find_device, find_gpu, gpu
+from shardwise.catalogue.clusters import find_cluster
 from shardwise.spec.problems import BadInput
 
 GIB = 2**30
@@ -140,6 +141,15 @@ def test_clusters(text, nodes, per_node, card, network):
         ("2x8xH100 ib-0x400", "a rate of 0"),
         ("2x8xH100 ib-8x0", "a rate of 0"),
         ("2x8xH100 fast", "is not a card"),
+        ("2x8xH100 ib", "'ib' does not say how fast it is"),
+        ("2x8xH100 ib8x400", "'ib8x400' is not a kind of network"),
+        ("2x8xH100 ib-400G", "'400g' is not a rate"),
+        ("2x8xH100 roce-1x2x3", "'1x2x3' is not a rate"),
+        ("2xp5.48xlarge nvl73", "did you mean 'nvl72'?"),
+        ("2x8xGB200 nvl72x2", "'nvl72x2' is not a kind of network"),
+        ("8xH100 80GB HBM2", "did you mean 'H100-80GB-HBM3'?"),
+        ("H100x8", "write 8xH100"),
+        ("p5.48xlarge x 2", "write 2xp5.48xlarge"),
     ],
 )
 def test_refusals(text, words):

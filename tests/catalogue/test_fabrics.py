@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from shardwise.catalogue.clusters import cards, gpu
+from shardwise.catalogue.cards import cards, gpu
 from shardwise.catalogue.fabrics import FabricCurve, known_fabrics, ring_factor
 
 KNOWN = known_fabrics()

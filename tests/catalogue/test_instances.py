@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.catalogue.clusters import cards, find_cluster
+from shardwise.catalogue.cards import cards
+from shardwise.catalogue.clusters import find_cluster
 from shardwise.catalogue.instances import find_instance, instances
 from shardwise.catalogue.networks import network_of
 from shardwise.spec.problems import BadInput

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.catalogue.clusters import cards, find_cluster, find_gpu
+from shardwise.catalogue.cards import cards, find_gpu
+from shardwise.catalogue.clusters import find_cluster
 from shardwise.catalogue.networks import assumed_network, network_of
 from shardwise.spec.cluster import NETWORKS
 from shardwise.spec.problems import BadInput
@@ -51,7 +52,7 @@ def test_one_machine_has_none():
 def test_a_rack_of_nvlink_is_as_fast_as_its_cards():
     """Four GB200 of 900 GB/s each."""
     found = network("18x4xGB200 nvl72")
-    assert (found.kind, found.adapters, found.node_rate, found.tcp) == ("nvl72", None, 4 * 900e9, False)
+    assert (found.kind, found.adapters, found.node_rate) == ("nvl72", None, 4 * 900e9)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,6 @@ def test_what_collectives_reach(typed, reached):
     """Sockets: 60 % of 25 Gb/s, and 4.5 GB/s per adapter of 100; a slow network of no kind is taken for sockets."""
     found = network(f"2x8xA10 {typed}")
     assert found.reached == pytest.approx(reached)
-    assert found.tcp == (typed.startswith("eth") or typed == "net-100")
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -130,6 +130,11 @@ def test_every_card_has_an_assumed_network_that_is_one():
         ("32x4xGB300 nvl72", "such as ib-4x800"),
         ("2x8xA10 nvl72", "joins cards with NVLink"),
         ("2x2xcpu nvl72", "joins cards with NVLink"),
+        ("2x8xA100-80GB nvl72", "no rack joins A100-SXM-80GB over NVLink"),
+        ("2x8xB200 nvl72", "such as ib-8x400"),
+        ("2x8xA10 eth-99999999", "no machine has more than 1,000,000 Gb/s"),
+        (f"2x8xA10 eth-{'9' * 400}", "is not a rate"),
+        (f"2x8xA10 ib-{'9' * 18}x{'9' * 18}", "no machine has more than"),
         ("2x8xA10 eth-0", "a rate of 0"),
         ("2x8xA10 ibb-8x400", "did you mean 'ib'?"),
     ],
@@ -140,7 +145,7 @@ def test_refusals(text, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("typed", ["ib", "ib-", "ib-8x400x2", "ib-fast", "nvl73"])
+@pytest.mark.parametrize("typed", ["ib", "ib-", "ib-8x400x2", "ib-fast", "ib-\u00b2", "ib-\u0661", "nvl73"])
 def test_a_cluster_made_by_hand_is_refused_with_its_network(typed):
     made = find_cluster("2x8xA10").model_copy(update={"network": typed})
     with pytest.raises(BadInput) as caught:

@@ -7,7 +7,7 @@ from math import log
 import pytest
 from pydantic import ValidationError
 
-from shardwise.catalogue.clusters import cards, find_gpu, gpu
+from shardwise.catalogue.cards import cards, find_gpu, gpu
 from shardwise.catalogue.rates import CardRates
 
 SPARSE_TFLOPS = {

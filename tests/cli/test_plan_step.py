@@ -127,6 +127,13 @@ def test_scaling_starts_where_the_plan_alone_stands():
     [
         (("--price", "0"), "--price", "above 0"),
         (("--price", "-2"), "--price", "above 0"),
+        (("--price", "1e308"), "--price", "1e+12 at most"),
+        (("--price-per-node", "0", "--table"), "--price-per-node", "remove it"),
+        (("--perfetto", "no/such/step.json"), "--perfetto", "make it first"),
+        (("-o", "no/such/plan.yaml"), "--output", "make it first"),
+        (("--perfetto", "n" * 300), "--perfetto", "name another"),
+        (("-o", "new.json", "--perfetto", "./new.json"), "--perfetto", "name two files"),
+        (("--by", "trace", "--price", "2"), "--price", "write --by trace,estimate"),
         (("--price", "nan"), "--price", "above 0"),
         (("--price-per-node", "inf"), "--price-per-node", "above 0"),
         (("--price", "2", "--price-per-node", "16"), "--price", "give one of them"),
@@ -144,6 +151,12 @@ def test_bad_options_are_refused_with_the_remedy(arguments, field, remedy):
     problems = refused(*FITS, *arguments)
     assert [problem.field for problem in problems] == [field]
     assert remedy in f"{problems[0].allowed} {problems[0].fix}"
+
+
+def test_no_option_is_taken_for_missing_when_it_is_empty():
+    """An empty name would else be the machine at hand."""
+    assert [problem.field for problem in refused(*FITS, "--cluster", "")] == ["cluster"]
+    assert [problem.field for problem in refused(*FITS, "--model", "")] == ["model.path"]
 
 
 @pytest.mark.parametrize(("option", "value"), [("--price", "2"), ("--perfetto", "new.json"), ("--scale", "2,4")])

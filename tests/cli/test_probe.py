@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from harness.ranks import run_ranks
 from shardwise.catalogue.clusters import find_cluster
 from shardwise.cli import probe_command
 from shardwise.cli.main import app
+from shardwise.machine import launch
 from shardwise.measure.probe import run
 from shardwise.measure.probe.team import Team
 from shardwise.measure.probe.timing import Limits
@@ -41,7 +43,7 @@ QUICK = Limits(most_s=0.1, repeats=3, point_s=1.0, least_s=0.001, most_bytes=1 <
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the messages are those of a machine without GPUs")
 def test_what_cannot_be_probed_is_refused_before_anything_starts(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "run", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     Path("here.yaml").write_text("mine")
     done = CliRunner().invoke(app, ["probe", *arguments])
     assert isinstance(done.exception, BadInput)
@@ -90,17 +92,53 @@ def test_a_name_given_brings_its_network():
         probe_command._cluster("3x1xcpu", team)
 
 
-def test_the_ranks_failure_is_the_commands(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ended", "code"), [("ended", 0), ("stopped", 3), ("failed", 4)])
+def test_how_the_ranks_end_is_the_commands_exit_code(tmp_path, monkeypatch, ended, code):
     started = []
 
-    def fail(words: list[str]) -> subprocess.CompletedProcess[str]:
-        started.append(words)
-        return subprocess.CompletedProcess(words, 1)
+    def ranks(words: list[str], **given: object) -> launch.Ended:
+        started.append(given)
+        output.write_text("measured\n")
+        return ended
 
-    monkeypatch.setattr(subprocess, "run", fail)
-    done = CliRunner().invoke(app, ["probe", "--cluster", "4xcpu", "-o", str(tmp_path / "new.yaml")])
-    assert done.exit_code == 4
-    assert "--nproc-per-node=4" in started[0]
+    output = tmp_path / "new.yaml"
+    monkeypatch.setattr(launch, "run_ranks", ranks)
+    done = CliRunner().invoke(app, ["probe", "--cluster", "4xcpu", "-o", str(output)])
+    assert done.exit_code == code
+    assert started == [{"ranks": 4, "device_type": "cpu"}]
+    assert output.exists() == (ended != "stopped")
+
+
+def test_detect_is_what_is_found(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "run_ranks", lambda words, **_: started.append(words) or "ended")
+    assert CliRunner().invoke(app, ["probe", "--cluster", "detect", "-o", str(tmp_path / "a.yaml")]).exit_code == 0
+    assert "--cluster" not in started[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_command_ends_every_rank_and_leaves_no_file(tmp_path, number):
+    """Whoever sends it to the command alone, as a job's scheduler does, leaves no rank behind that writes later."""
+    words = [sys.executable, "-m", "shardwise.cli.main", "probe", "--cluster", "2xcpu", "-o", str(tmp_path / "a.yaml")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        until = time.monotonic() + 60
+        while len(ranks := _ranks_of(tmp_path)) < 3 and time.monotonic() < until:
+            time.sleep(0.2)
+        assert len(ranks) == 3
+        time.sleep(3)  # ranks that import torch die of any signal; what is tested are those that measure
+        command.send_signal(number)
+        output, error = command.communicate(timeout=60)
+    assert command.returncode == 3, error
+    assert "Traceback" not in output + error
+    assert _ranks_of(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def _ranks_of(folder: Path) -> list[str]:
+    """Return the processes that are to write into a folder: the command and its ranks."""
+    listed = subprocess.run(["ps", "-ww", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout
+    return [row for row in listed.splitlines() if str(folder) in row and not row.startswith("Z")]
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harness.runs import write_rows
+from shardwise.catalogue.cards import gpu
 from shardwise.catalogue.cluster_file import write_cluster
-from shardwise.catalogue.clusters import gpu
 from shardwise.machine import detect as module
 from shardwise.machine.detect import detect, detect_cluster, host_bytes, host_cores, planned_devices
 from shardwise.machine.prepare import preview

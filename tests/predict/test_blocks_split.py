@@ -55,3 +55,14 @@ def test_ranks_divide_what_a_block_holds():
     assert parts.output == whole.output // 2
     unit = whole.output
     assert split.kept > whole.kept // 2 + 3 * unit  # norms work on whole hidden states
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_first_block_is_evaluated_on_whole_sequences(attention: str):
+    """It is given all of the sequence and takes its part, in evaluation as in training: no less than a later block
+    holds, which is given a part."""
+    mesh = Mesh(tensor=2, sequence_parallel=True)
+    computed = computation(workload({**FAMILIES["llama"], "num_key_value_heads": 6}), Runtime(), "cuda")
+    chosen = plan(mesh=mesh, attention=attention)
+    first, later = (computed.block(chosen, 0, checkpointing="none", first=one).evaluation for one in (True, False))
+    assert first.total >= later.total

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from predict.traced import A10, CPUS, H100, plan, workload
-from shardwise.catalogue.clusters import find_gpu
+from shardwise.catalogue.cards import find_gpu
 from shardwise.engine import loss_head
 from shardwise.engine.compat_fake import FakeTensors
 from shardwise.measure.storages import StorageTracker

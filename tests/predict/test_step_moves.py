@@ -12,6 +12,7 @@ from predict.work_truth import Watch
 from shardwise.predict import step_moves
 from shardwise.predict.step_moves import Moves
 from shardwise.predict.terms.unit_bytes import UnitBytes
+from shardwise.predict.terms.update import BUCKET_ELEMENTS
 from shardwise.predict.unit_kind import UnitTensor
 from shardwise.spec.layout import Mesh, Offload
 from shardwise.spec.plan import Dtypes, Plan
@@ -53,6 +54,24 @@ def test_copy_in_of_what_is_stored_as_it_is_computed():
     sharded = chosen()
     stored = [tensor._replace(dtype="bf16") for tensor in UNIT]
     assert step_moves.copy_in(UnitBytes.of(stored, sharded), sharded) == Moves(14 * (2 + 2), 1)
+
+
+def test_a_part_that_is_kept_for_a_smaller_group():
+    """56 elements are gathered in bf16; one of two ranks copies 28 of them, and later into its buffer, by way of the
+    copy that casts shards of another dtype, unless shards lie on the host."""
+    sharded, away = chosen(), chosen(offload=Offload(parameters=True))
+    size = UnitBytes.of(UNIT, sharded)
+    assert step_moves.keep(size, 2) == Moves(28 * (2 + 2), 1)
+    assert step_moves.recopy_in(size, sharded, 2) == Moves(28 * (2 + 2 + 2 + 2), 2)
+    assert step_moves.recopy_in(size, away, 2) == Moves(28 * (2 + 2), 1)
+
+
+def test_buckets_launch_for_their_own_elements():
+    """States in another dtype are updated bucket by bucket: three buckets, no more launches than of three updates of a
+    third each."""
+    other, elements = in_storage("bf16", "fp32", optimizer_implementation="foreach"), 3 * BUCKET_ELEMENTS
+    whole, third = step_moves.update(elements, 300, other), step_moves.update(BUCKET_ELEMENTS, 100, other)
+    assert whole == Moves(3 * third.moved, 3 * third.operations)
 
 
 def test_over_one_rank_nothing_is_gathered():

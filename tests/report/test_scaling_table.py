@@ -46,6 +46,8 @@ def test_a_jump_of_several_doublings_is_judged_by_one():
     assert bend_of(line(point(8, 1.0), point(32, 1.5))) is None
     found = bend_of(line(point(8, 1.0), point(32, 2.0)))
     assert (found.gain, found.per_doubling) == pytest.approx((2.0, 2**0.5))
+    words = bend_words(line(point(8, 1.0), point(32, 2.0)))
+    assert words.startswith("bends from 8 to 32 cards: 2.00 times the tokens/s, 1.41 times for each doubling, though")
 
 
 def test_the_bend_in_words():
@@ -58,7 +60,9 @@ def test_the_bend_in_words():
     straight = "no bend: every doubling gives 1.6 times the tokens/s or more"
     left = "at 16 cards 80 % of each card's tokens/s are left"
     assert bend_words(line(point(8, 1.0), point(16, 1.25))) == f"{straight}; {left}"
-    assert bend_words(line(point(8, 1.0), refused(16, "no"))).endswith("or more")
+    assert bend_words(line(point(8, 1.0), point(16, 1.25), refused(32, "no"))).endswith("or more")
+    assert bend_words(line(point(8, 1.0), refused(16, "no"))) == "one count alone: there is nothing to compare it with"
+    assert bend_words(line(refused(8, "no"), refused(16, "no"))) == "there is no such plan"
     hidden = line(point(8, 1.0), point(16, 2.0))
     assert bend_words(hidden).endswith("though no communication is exposed more")
 
@@ -85,6 +89,13 @@ def test_print_and_json_say_the_same():
 def test_a_refused_count_says_why():
     text = printed(line(refused(8, "mesh.tensor: does not divide"), point(16, 1.0)))
     assert any("8 (1 node)" in row and "none: mesh.tensor: does not divide" in row for row in text)
+
+
+def test_a_long_reason_stays_within_the_terminal():
+    rows = printed(
+        line(refused(8, "mesh.tensor: " + "does not divide heads of q_proj (32), " * 6), point(16, 1.0)), width=80
+    )
+    assert max(map(len, rows)) <= 80
 
 
 def test_a_price_adds_a_column():

@@ -22,6 +22,7 @@ from shardwise.report.timeline_words import (
     critical_words,
     exposed_words,
     headline_words,
+    number_text,
     seconds_text,
     speed_words,
     units_words,
@@ -126,6 +127,8 @@ def test_units_are_named_as_people_say_them(units, words):
     ("seconds", "text"),
     [
         (0, "0 s"),
+        (2e6, "556 h"),
+        (9999.4, "9999 s"),
         (123.4, "123 s"),
         (1.2345, "1.23 s"),
         (0.9999, "1.00 s"),
@@ -137,6 +140,26 @@ def test_units_are_named_as_people_say_them(units, words):
 )
 def test_times_have_three_digits(seconds, text):
     assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2250, "2,250"),
+        (1307.4, "1,307"),
+        (999.4, "999"),
+        (31.25, "31.2"),
+        (29.96, "30.0"),
+        (1.82, "1.82"),
+        (0.5, "0.5"),
+    ],
+)
+def test_numbers_have_three_digits_or_are_whole(value, text):
+    assert number_text(value) == text
+
+
+def test_a_peak_above_1000_is_written_out():
+    assert "of 2,250 TFLOP/s" in use_words(throughput(peak=2250e12))
 
 
 def test_throughput_in_words():
@@ -164,12 +187,16 @@ def test_speeds_say_where_they_come_from():
     rated = Cluster(name="2x8xA10", nodes=2, per_node=8, gpu=RATED)
     plan = PLAN.model_copy(update={"dtypes": PLAN.dtypes.model_copy(update={"param": "bf16"})})
     assert speed_words(rated, plan) == (
-        "speeds: catalogue (A10, 125 TFLOP/s at most, 26 GB/s between cards of a node; no network was named, so one is "
-        "assumed); measure them with shardwise probe"
+        "speeds: catalogue (A10, 125 TFLOP/s at most, 26 GB/s between cards of a node; network eth-25, assumed as "
+        "none was named); measure them with shardwise probe"
     )
+    half = PLAN.model_copy(update={"dtypes": PLAN.dtypes.model_copy(update={"param": "fp16"})})
+    assert "no units for" not in speed_words(rated, plan)
+    assert "TFLOP/s at most in fp32, as it has no units for fp16" in speed_words(rated, half)
     assert "; network eth-80)" in speed_words(rated.model_copy(update={"network": "eth-80"}), plan)
     one = Curve(points=((1.0, 1.0),), source="here")
-    measured = Measured(device=DeviceSpeeds(products={"fp32": one}, memory={"fp32": one}, issue_s=0), source="probe of today")
+    device = DeviceSpeeds(products={"fp32": one}, memory={"fp32": one}, issue_s=0)
+    measured = Measured(device=device, source="probe of today")
     assert speed_words(rated.model_copy(update={"measured": measured}), plan) == "speeds: measured (probe of today)"
 
 

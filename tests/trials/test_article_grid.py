@@ -14,7 +14,7 @@ from shardwise.trials.article_grid import (
     MODELS,
     ROWS,
     WHOLE,
-    Case,
+    Cell,
     Gain,
     fitting,
     gains,
@@ -26,7 +26,7 @@ NVLINK = "8xA100-SXM-80GB"
 
 
 @pytest.fixture(scope="module")
-def prefetched() -> dict[Case, Gain]:
+def prefetched() -> dict[Cell, Gain]:
     return gains(("prefetch.backward=0",), ("prefetch.backward=1",))
 
 
@@ -44,21 +44,21 @@ def test_keeping_weights_never_costs_time():
 
 def test_the_article_s_figure_of_prefetching_comes_out_on_nvlink(prefetched):
     """15 to 25 % on a fast network, all weights trained, one row per card."""
-    chosen = fitting(prefetched, lambda case: (case.cluster, case.method, case.rows) == (NVLINK, WHOLE, 1))
+    chosen = fitting(prefetched, lambda cell: (cell.cluster, cell.method, cell.rows) == (NVLINK, WHOLE, 1))
     assert 15 <= median(chosen) <= 25
 
 
 def test_prefetching_brings_little_where_the_link_is_the_bound(prefetched):
     """25 Gb/s between nodes: gathers take tens of times as long as what they could hide under."""
-    case = Case("2x8xA100-SXM-80GB eth-25", "qwen-7b", WHOLE, 1)
-    assert step(case).busy["all_gather"] > 10 * step(case).busy["compute"]
-    assert prefetched[case].percent < 5
+    cell = Cell("2x8xA100-SXM-80GB eth-25", "qwen-7b", WHOLE, 1)
+    assert step(cell).busy["all_gather"] > 10 * step(cell).busy["compute"]
+    assert prefetched[cell].percent < 5
 
 
 def test_prefetching_brings_less_with_more_computing(prefetched):
     for model in MODELS:
         for method in METHODS:
-            few, many = (prefetched[Case(NVLINK, model, method, rows)].percent for rows in ROWS)
+            few, many = (prefetched[Cell(NVLINK, model, method, rows)].percent for rows in ROWS)
             assert many < few
 
 
@@ -67,9 +67,9 @@ def test_checkpointing_adds_a_third_of_the_products_and_with_adapters_about_half
     2 of 4. The head is not done again, and attention counts three times its forward in both."""
     shares = {}
     for method in METHODS:
-        plan = planned(Case(NVLINK, "llama-3-70b", method, 1))
+        plan = planned(Cell(NVLINK, "llama-3-70b", method, 1))
         flops = throughput_of(
-            step(Case(NVLINK, "llama-3-70b", method, 1)), plan.workload, plan.plan, plan.cluster
+            step(Cell(NVLINK, "llama-3-70b", method, 1)), plan.workload, plan.plan, plan.cluster
         ).flops
         shares[method] = flops.again / flops.model
     assert 0.31 < shares[WHOLE] < 1 / 3
@@ -78,8 +78,8 @@ def test_checkpointing_adds_a_third_of_the_products_and_with_adapters_about_half
 
 def test_what_does_not_fit_is_left_out():
     found = {
-        Case("8xA10", "qwen-7b", WHOLE, rows): Gain(percent, fits)
+        Cell("8xA10", "qwen-7b", WHOLE, rows): Gain(percent, fits)
         for rows, percent, fits in ((1, 3, True), (4, 9, False))
     }
     assert fitting(found) == [3]
-    assert fitting(found, lambda case: case.rows == 4) == []
+    assert fitting(found, lambda cell: cell.rows == 4) == []

@@ -48,6 +48,14 @@ def test_answers_of_single_constants_multiply():
         assert answer.relative_error({**usual, MOVED.name: value}) == pytest.approx(1 / slower - 1)
 
 
+def test_a_constant_moves_a_step_by_what_it_changes_at_most_within_its_bounds():
+    """e times as long over the whole range: the longer way from the value in use, up or down."""
+    (answer,) = responses(_checks(MOVED.value, "A-1"), _timer)
+    longest = max(MOVED.high - MOVED.value, MOVED.value - MOVED.low) / (MOVED.high - MOVED.low)
+    assert answer.moved(MOVED) == pytest.approx(exp(longest) - 1)
+    assert answer.moved(FITTED[1]) == 0
+
+
 def test_a_source_is_predicted_with_constants_of_the_others():
     """A was measured at the lowest value, B at the one in use: without A nothing moves, without B all the way down."""
     checks = _checks(MOVED.low, "A-1", "A-2") + _checks(MOVED.value, "B-1")

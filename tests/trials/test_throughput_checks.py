@@ -136,3 +136,12 @@ def test_the_flat_rule_is_a_share_of_the_peak_over_the_models_flops():
     assert figures.flat_rule(check.timed.case) == pytest.approx(0.45 * 312e12 / 47861760, rel=1e-6)
     error = figures.of_flat_rule([check])
     assert error.bias == pytest.approx(0.45 * 312e12 / 47861760 - 1)
+
+
+def test_the_shorter_flat_rule_counts_parameters_alone():
+    """6 FLOPs per parameter and token, 4 where adapters train."""
+    whole, adapted = checked(timed_row(1.0), 1.0), checked(timed_row(1.0, lora=ADAPTERS), 1.0)
+    parameters = whole.timed.case.workload.model.parameters
+    for check, per_parameter in ((whole, 6), (adapted, 4)):
+        found = figures.of_flat_rule([check], by_parameters=True)
+        assert found.bias == pytest.approx(0.45 * 312e12 / (per_parameter * parameters) - 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Literal, cast
+from math import prod
+from typing import Annotated, Literal, TypedDict, cast
 
 from pydantic import Field
 
+from shardwise.catalogue.cards import cards
 from shardwise.catalogue.data import read_data
 from shardwise.spec.cluster import NETWORKS, NVL72, Cluster, Figure, Gpu
 from shardwise.spec.problems import BadInput, Problem, did_you_mean
@@ -21,6 +23,9 @@ RACK = 72
 
 GIGABIT = 125e6
 """Bytes."""
+
+MOST_GIGABITS = 1_000_000
+"""Of a machine: more is a slip of the keyboard. NVLink of a machine with eight B200 is 57,600."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -44,8 +49,6 @@ class Network(Strict):
     """The smallest share that was reported, of any number of machines."""
     highest: Share
     """The largest."""
-    tcp: bool
-    """Bytes pass the kernel's sockets, not RDMA."""
     assumed: bool
     """The cluster names no network; this is what machines of its card often have."""
     source: str
@@ -155,32 +158,68 @@ def check_network(network: str, gpu: Gpu | None, world: int, *, field: str = "cl
         value: What was typed there; default: the network.
 
     Raises:
-        BadInput: an unknown kind, a rate of 0, or a rack of NVLink that is too large or has cards without it.
+        BadInput: an unknown kind, a rate of 0 or beyond all networks, or a rack of NVLink that is too large or has
+            cards that are in none.
     """
+    wrong = _not_a_rack(gpu, world) if network == NVL72 else not_a_network(network)
+    if wrong["reason"]:
+        raise BadInput(Problem(field=field, value=value or network, **wrong))
+
+
+class Wrong(TypedDict):
+    """What a Problem says of a network; an empty reason where nothing is wrong."""
+
+    reason: str
+    """What is wrong."""
+    allowed: str
+    """What would be right."""
+    fix: str
+    """What to write instead."""
+
+
+def not_a_network(network: str) -> Wrong:
+    """Return what is wrong with the name of a network, in lower case, whatever the cluster."""
     kind, _, rate = network.partition("-")
     counts = rate.split("x")
-    fix = ""
+    reason = fix = ""
     if network == NVL72:
-        if gpu is not None and gpu.rates is not None and gpu.link == "nvlink" and world <= RACK:
-            return
-        reason, fix = _not_a_rack(gpu, world)
-    elif kind in NETWORKS and len(counts) <= 2 and all(count.isdecimal() for count in counts):
-        if all(int(count) for count in counts):
-            return
+        return _wrong("")
+    if kind not in NETWORKS:
+        reason, fix = f"{kind!r} is not a kind of network", did_you_mean(kind, (*NETWORKS, NVL72))
+    elif not rate:
+        reason, fix = f"{network!r} does not say how fast it is", f"write {kind}-8x400 or {kind}-100, as it is"
+    elif len(counts) > 2 or not all(_is_number(count) for count in counts):
+        reason = f"{rate!r} is not a rate"
+    elif prod(map(int, counts)) == 0:
         reason = "a rate of 0 is no network"
-    else:
-        reason = f"{kind!r} is not a kind of network" if kind not in NETWORKS else f"{rate!r} is not a rate"
-        fix = "" if kind in NETWORKS else did_you_mean(kind, NETWORKS)
+    elif prod(map(int, counts)) > MOST_GIGABITS:
+        reason = f"no machine has more than {MOST_GIGABITS:,} Gb/s"
+    return _wrong(reason, fix)
+
+
+def _wrong(reason: str, fix: str = "") -> Wrong:
     allowed = f"{', '.join(NETWORKS)} with adapters and Gb/s (ib-8x400) or Gb/s alone (roce-1600), {NVL72}"
-    raise BadInput(Problem(field=field, value=value or network, reason=reason, allowed=allowed, fix=fix))
+    return Wrong(reason=reason, allowed=allowed, fix=fix)
 
 
-def _not_a_rack(gpu: Gpu | None, world: int) -> tuple[str, str]:
-    """Return why a cluster is no rack of `nvl72`, and what to write instead."""
+def _is_number(text: str) -> bool:
+    """Tell whether a text is digits alone, and so few that they are a number of something."""
+    return text.isascii() and text.isdigit() and len(text) < 20
+
+
+def _not_a_rack(gpu: Gpu | None, world: int) -> Wrong:
+    """Return what is wrong with a cluster as a rack of `nvl72`, and what to write instead."""
     if gpu is None or gpu.link != "nvlink" or gpu.rates is None:
-        return f"{NVL72} joins cards with NVLink, which these are not", "name the network between the machines"
+        return _wrong(f"{NVL72} joins cards with NVLink, which these are not", "name the network between the machines")
+    if gpu.name in cards() and not any(rule.rack and gpu.name in rule.cards for rule in _file().assumed):
+        other = assumed_network(gpu)
+        return _wrong(
+            f"no rack joins {gpu.name} over NVLink", f"name the network between the machines, such as {other}"
+        )
+    if world <= RACK:
+        return _wrong("")
     beyond = assumed_network(gpu, nodes=RACK + 1, per_node=4)
-    return f"a rack of {NVL72} holds {RACK} devices, not {world}", f"name what joins racks, such as {beyond}"
+    return _wrong(f"a rack of {NVL72} holds {RACK} devices, not {world}", f"name what joins racks, such as {beyond}")
 
 
 def _network(name: str, cluster: Cluster, *, assumed: bool, source: str) -> Network:
@@ -196,8 +235,8 @@ def _network(name: str, cluster: Cluster, *, assumed: bool, source: str) -> Netw
 
 def _described(name: str, kind: str, adapters: int | None, node_rate: float, assumed: bool, source: str) -> Network:
     file = _file()
-    tcp = kind == "eth" or (kind == "net" and node_rate < GIGABIT * file.tcp_below)
-    known = file.kinds["eth" if tcp else kind]
+    sockets = kind == "eth" or (kind == "net" and node_rate < GIGABIT * file.tcp_below)
+    known = file.kinds["eth" if sockets else kind]
     adapter_rate = None if adapters is None else node_rate / adapters
     achieved, lowest, highest = known.shares(adapter_rate or node_rate)
     return Network(
@@ -209,7 +248,6 @@ def _described(name: str, kind: str, adapters: int | None, node_rate: float, ass
         achieved=Figure(value=achieved, source=known.source),
         lowest=lowest,
         highest=highest,
-        tcp=tcp,
         assumed=assumed,
         source=source,
     )

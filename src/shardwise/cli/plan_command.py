@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.spec.problems import BadInput, Problem, did_you_mean
+from shardwise.cli.plan_options import check_options, check_targets, read_instruments, read_price
+from shardwise.spec.problems import BadInput, Problem
 
 if TYPE_CHECKING:
     from shardwise.planner.by_shape import Planned
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from shardwise.spec.job import Job
     from shardwise.spec.report import Instrument, Report
     from shardwise.spec.throughput import Price, Throughput
-
-INSTRUMENTS: tuple[Instrument, ...] = ("estimate", "trace", "run")
-"""What `--by` takes."""
 
 
 def plan(
@@ -49,11 +47,9 @@ def plan(
     Exit codes: 0 it fits (or no limit is known), 1 it does not fit, 2 bad input.
     """
     instruments = read_instruments(by)
-    _check_options(table=table, scale=scale, perfetto=perfetto, by=by)
-    for option, target in (("--output", output), ("--perfetto", perfetto)):
-        if target is not None and target.exists():
-            raise BadInput(Problem(field=option, value=str(target), reason="exists", fix="name a new file"))
-    cost = _price(price, price_per_node, table=table)
+    check_options(table=table, scale=scale, perfetto=perfetto, by=by)
+    check_targets(output, perfetto)
+    cost = read_price(price, price_per_node, table=table)
     planned = _planned(read_planned_job(given or [], model=model, cluster=cluster))
     fits = None
     if table:
@@ -66,64 +62,6 @@ def plan(
         _write(planned, output)
     if fits is False:
         raise typer.Exit(1)
-
-
-def _check_options(*, table: bool, scale: str | None, perfetto: Path | None, by: str) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        BadInput: naming them.
-    """
-    problems = []
-    if table and scale is not None:
-        problems.append(Problem(field="--scale", reason="does not go with --table", fix="give one of them"))
-    if perfetto is not None and (table or scale is not None):
-        reason = "writes the step of one plan, not of a table"
-        problems.append(Problem(field="--perfetto", value=str(perfetto), reason=reason, fix="give it alone"))
-    if scale is not None and by != "estimate":
-        reason = "is by estimate: other instruments need the cards"
-        problems.append(Problem(field="--scale", value=scale, reason=reason, fix="remove --by"))
-    if problems:
-        raise BadInput(problems)
-
-
-def _price(per_gpu: float | None, per_node: float | None, *, table: bool) -> Price | None:
-    """Return what cards cost; None where nothing is said.
-
-    Raises:
-        BadInput: no price, two of them, or nothing that it could be of use for.
-    """
-    from shardwise.spec.throughput import Price
-
-    if per_gpu is None and per_node is None:
-        return None
-    option = "--price" if per_gpu is not None else "--price-per-node"
-    if per_gpu is not None and per_node is not None:
-        reason, fix = "is of one card, and --price-per-node of a machine", "give one of them"
-        raise BadInput(Problem(field=option, value=per_gpu, reason=reason, fix=fix))
-    if table:
-        reason = "has no use in --table, which is about memory"
-        raise BadInput(Problem(field=option, value=per_gpu or per_node, reason=reason, fix="remove it"))
-    if per_gpu is not None:
-        return Price(amount=per_gpu, per="gpu")
-    assert per_node is not None
-    return Price(amount=per_node, per="node")
-
-
-def read_instruments(by: str) -> tuple[Instrument, ...]:
-    """Return the instruments of `--by`, each once, in the order given.
-
-    Raises:
-        BadInput: a name that is none.
-    """
-    names = list(dict.fromkeys(name.strip().lower() for name in by.split(",")))
-    wrong = [name for name in names if name not in INSTRUMENTS]
-    if wrong:
-        allowed = f"{', '.join(INSTRUMENTS)}, or several with commas"
-        fix = did_you_mean(wrong[0], INSTRUMENTS)
-        reason = "is not an instrument"
-        raise BadInput(Problem(field="--by", value=wrong[0], reason=reason, allowed=allowed, fix=fix))
-    return tuple(name for name in INSTRUMENTS for given in names if given == name)
 
 
 def read_planned_job(given: Sequence[str], *, model: str | None, cluster: str | None) -> Job:
@@ -143,7 +81,11 @@ def read_planned_job(given: Sequence[str], *, model: str | None, cluster: str | 
     file = Path(words.pop(0)) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
     if file is not None and not file.exists():
         _refuse_model_as_file(str(file))
-    words += [f"{key}={json.dumps(value)}" for key, value in (("model.path", model), ("cluster", cluster)) if value]
+    words += [
+        f"{key}={json.dumps(value)}"
+        for key, value in (("model.path", model), ("cluster", cluster))
+        if value is not None
+    ]
     return read_job(file, words, needs_data=False)
 
 
@@ -230,8 +172,13 @@ def _throughput(
 
         return throughput_of(timelines[-1], planned.workload, planned.plan, planned.cluster, price)
     needs = {"--price": price is not None, "--perfetto": perfetto is not None}
-    reason = f"needs the time of a step, and {planned.cluster.name} has no known speeds or no estimate was asked for"
-    fix = "name cards of the catalogue, or measure this machine with shardwise probe; --by estimate"
+    names = [report.instrument for report in reports]
+    if "estimate" in names:
+        reason = f"needs the time of a step, and the speeds of {planned.cluster.name} are not known"
+        fix = "name cards of the catalogue, or measure this machine with shardwise probe"
+    else:
+        reason = "needs the time of a step, which the estimate alone tells"
+        fix = f"write --by {','.join((*names, 'estimate'))}"
     problems = [Problem(field=option, reason=reason, fix=fix) for option, given in needs.items() if given]
     if problems:
         raise BadInput(problems)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.new_file import check_new_file
 from shardwise.spec.cluster import CLUSTER_FILES
 from shardwise.spec.problems import BadInput, Problem
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from shardwise.measure.probe.team import Team
     from shardwise.spec.cluster import Cluster
+
+EXIT_CODES = {"ended": 0, "stopped": 3, "failed": 4}
+"""By how the ranks ended."""
 
 
 def probe(
@@ -34,8 +37,10 @@ def probe(
     Alone it starts a rank for every GPU of this machine, or two on CPUs; under torchrun every rank calls it.
     A job takes the file as `cluster: cluster.yaml`.
 
-    Exit codes: 0 written, whatever is slow; 2 bad input; 4 it failed.
+    Exit codes: 0 written, whatever is slow; 2 bad input; 3 stopped by a signal, nothing is written; 4 it failed.
     """
+    if cluster is not None and cluster.strip().lower() == "detect":
+        cluster = None
     if "RANK" in os.environ:
         raise typer.Exit(_be_rank(output, cluster, as_json=as_json))
     here = _here(cluster)
@@ -45,12 +50,15 @@ def probe(
 
 def _start(here: Cluster, output: Path, cluster: str | None, *, as_json: bool) -> int:
     """Start the ranks of this machine with torchrun and return the exit code."""
-    if here.device_type == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // here.per_node)))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={here.per_node}"]
-    words += ["-m", "shardwise.cli.main", "probe", "--output", str(output), *(["--json"] if as_json else [])]
+    from shardwise.machine.launch import run_ranks
+
+    words = ["-m", "shardwise.cli.main", "probe", "--output", str(output), *(["--json"] if as_json else [])]
     words += [] if cluster is None else ["--cluster", cluster]
-    return 0 if subprocess.run(words).returncode == 0 else 4
+    ended = run_ranks(words, ranks=here.per_node, device_type=here.device_type)
+    if ended == "stopped":
+        output.unlink(missing_ok=True)
+        print("stopped; nothing is written", file=sys.stderr, flush=True)
+    return EXIT_CODES[ended]
 
 
 def _here(cluster: str | None) -> Cluster:
@@ -96,11 +104,7 @@ def _refuse_output(output: Path) -> None:
     if output.suffix.lower() not in CLUSTER_FILES:
         allowed = ", ".join(f"*{ending}" for ending in CLUSTER_FILES)
         raise BadInput(Problem(field="--output", value=str(output), reason="is no cluster's file", allowed=allowed))
-    if output.exists():
-        raise BadInput(Problem(field="--output", value=str(output), reason="exists", fix="name a new file"))
-    if not output.parent.is_dir():
-        reason, fix = f"there is no folder {output.parent}", "make it first"
-        raise BadInput(Problem(field="--output", value=str(output), reason=reason, fix=fix))
+    check_new_file("--output", output)
 
 
 def _be_rank(output: Path, cluster: str | None, *, as_json: bool) -> int:

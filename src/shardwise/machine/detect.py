@@ -11,7 +11,8 @@ from typing import Literal
 
 import psutil
 
-from shardwise.catalogue.clusters import find_cluster, find_device
+from shardwise.catalogue.cards import find_device
+from shardwise.catalogue.clusters import find_cluster
 from shardwise.report.run_folder import Backend
 from shardwise.spec.cluster import CPU, Cluster, Gpu, Sourced
 from shardwise.spec.job import DETECT, Job

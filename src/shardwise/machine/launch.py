@@ -1,16 +1,19 @@
-"""Starting the ranks of a prepared run on this machine with torchrun, and reading how they ended."""
+"""Starting ranks on this machine with torchrun, those of a prepared run among them, and reading how they ended."""
 
 from __future__ import annotations
 
 import logging
 import os
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.report.run_folder import RunFolder, RunInfo
 
 EXIT_BY_STATE = {"finished": 0, "unverified": 1, "stopped": 3}
 """Exit code of `shardwise train` for each state that the ranks left behind; any other is 4: the run failed."""
+
+Ended = Literal["ended", "stopped", "failed"]
+"""How ranks ended: by themselves, by a signal to this process, or with an exit code other than 0."""
 
 
 def _silence_elastic() -> None:
@@ -20,26 +23,39 @@ def _silence_elastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def launch(folder: RunFolder, info: RunInfo) -> int:
-    """Run torchrun in this process until every rank has ended; returns the exit code for the user.
+def run_ranks(words: list[str], *, ranks: int, device_type: str) -> Ended:
+    """Run torchrun in this process until every rank has ended, and return how.
 
-    SIGINT and SIGTERM are passed on to the ranks, which save a checkpoint within torchrun's grace time.
+    SIGINT and SIGTERM are passed on to the ranks, which have torchrun's grace time.
+
+    Args:
+        words: What each rank is: `-m`, a module and its arguments.
+        ranks: How many.
+        device_type: `cuda` or `cpu`; ranks on CPUs share the cores.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if info.device_type == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // info.world)))
+    if device_type == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     torchrun: Any = import_module("torch.distributed.run")
     _silence_elastic()
-    arguments = ["--standalone", f"--nproc-per-node={info.world}", "-m", "shardwise.cli.rank", str(folder.path)]
-    signalled = False
     try:
-        torchrun.run(torchrun.parse_args(arguments))
+        torchrun.run(torchrun.parse_args(["--standalone", f"--nproc-per-node={ranks}", *words]))
     except SignalException:
-        signalled = True
+        return "stopped"
     except ChildFailedError:
-        pass
+        return "failed"
+    return "ended"
+
+
+def launch(folder: RunFolder, info: RunInfo) -> int:
+    """Run the ranks of a prepared run until every one has ended; returns the exit code for the user.
+
+    Signalled, they save a checkpoint within torchrun's grace time.
+    """
+    words = ["-m", "shardwise.cli.rank", str(folder.path)]
+    signalled = run_ranks(words, ranks=info.world, device_type=info.device_type) == "stopped"
     status = folder.read_status()
     state = status["state"]
     if state == "prepared" and signalled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.predict.terms.facts import Facts, PlacedUnit
@@ -46,11 +46,6 @@ def packed_bytes(rows: int, columns: int, kind: Quantization) -> int:
 def is_quantized(tensor: UnitTensor) -> bool:
     """Whether a parameter of a block is a matrix that the quantisation packs: frozen, and no adapter's."""
     return not tensor.trained and len(tensor.shape) == 2
-
-
-def largest_matrix(tensors: Iterable[UnitTensor]) -> int:
-    """Return the elements of the largest quantised matrix: one is unpacked at a time."""
-    return max((tensor.shape[0] * tensor.shape[1] for tensor in tensors if is_quantized(tensor)), default=0)
 
 
 def quantized_facts(facts: Facts, kinds: Sequence[UnitKind], kind: Quantization | None) -> Facts:

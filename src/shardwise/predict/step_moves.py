@@ -50,6 +50,18 @@ def copy_in(size: UnitBytes, plan: Plan) -> Moves:
     return Moves(cast + 2 * mine, 1 + int(size.cast > 0))
 
 
+def keep(size: UnitBytes, ranks: int) -> Moves:
+    """Return what keeping this rank's part of a unit's weights moves, where they are resharded over `ranks`."""
+    return Moves(2 * (size.gathered // ranks), 1)
+
+
+def recopy_in(size: UnitBytes, plan: Plan, ranks: int) -> Moves:
+    """Return what putting that part into the buffer of a gather over `ranks` moves. It is in the compute dtype, but
+    where weights are stored in another it goes through the copy that casts shards all the same."""
+    copies = 1 + int(size.cast > 0 and not plan.offload.parameters)
+    return Moves(copies * 2 * (size.gathered // ranks), copies)
+
+
 def copy_out(size: UnitBytes, plan: Plan) -> Moves:
     """Return what taking a unit's weights out of a gather's buffer moves; over one rank, copying them."""
     return Moves(2 * size.gathered, 1)
@@ -131,10 +143,11 @@ def _by_buckets(elements: int, tensors: int, plan: Plan) -> Moves:
     away = plan.offload.optimizer and not plan.offload.parameters
     states = STATES[plan.optimizer] if away or state != work else 0
     buckets = max(1, -(-elements // BUCKET_ELEMENTS))
-    worked = _worked(elements, -(-tensors // buckets), plan, work, work)
+    one = _worked(-(-elements // buckets), -(-tensors // buckets), plan, work, work)
+    worked = _worked(elements, tensors, plan, work, work)
     moved = 2 * states * (state + work) + (3 * (stored + work) if stored != work else 0)
     copies = 2 * states + (3 if stored != work else 0)
-    return Moves(worked.moved + elements * moved, worked.operations * buckets + copies * tensors)
+    return Moves(worked.moved + elements * moved, one.operations * buckets + copies * tensors)
 
 
 def _eight_bit(elements: int, tensors: int, plan: Plan) -> Moves:

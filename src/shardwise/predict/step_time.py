@@ -9,8 +9,9 @@ from shardwise.predict.links import links_of
 from shardwise.predict.pace import pace_of
 from shardwise.predict.remembered import remember
 from shardwise.predict.schedule import simulate
-from shardwise.predict.step_costs import Costing, Speeds
+from shardwise.predict.step_costs import Costing
 from shardwise.predict.terms.step import Step
+from shardwise.predict.unit_costs import Speeds
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.runtime import SHARDWISE, Runtime
@@ -29,6 +30,8 @@ def timeline_of(
     cluster: Cluster,
     runtime: Runtime = SHARDWISE,
     values: Mapping[str, float] | None = None,
+    *,
+    brief: bool = False,
 ) -> Timeline:
     """Return what happens when in one optimizer step of rank 0.
 
@@ -40,19 +43,27 @@ def timeline_of(
         cluster: On what.
         runtime: By which program.
         values: Constants by name that take the place of the usual.
+        brief: Without spans and waits, in two thirds of the time: for a search, which asks for totals only.
 
     Raises:
         BadInput: a model or a layout that no formula describes; speeds of the cluster that are not known.
     """
-    return timeline_of_step(assembly_of(workload, cluster, runtime).step(plan), workload, cluster, runtime, values)
+    step = assembly_of(workload, cluster, runtime).step(plan)
+    return timeline_of_step(step, workload, cluster, runtime, values, brief=brief)
 
 
 def timeline_of_step(
-    step: Step, workload: Workload, cluster: Cluster, runtime: Runtime, values: Mapping[str, float] | None = None
+    step: Step,
+    workload: Workload,
+    cluster: Cluster,
+    runtime: Runtime,
+    values: Mapping[str, float] | None = None,
+    *,
+    brief: bool = False,
 ) -> Timeline:
     """Return the same of a step whose terms are there already."""
     if values is not None:
-        return simulate(_costing(step, workload, cluster, runtime, values).step(step))
+        return simulate(_costing(step, workload, cluster, runtime, values).step(step), brief=brief)
     compiled, dtype = runtime.compiled or step.plan.compile, step.plan.dtypes.param
     # An entry keeps all three alive, so their ids stay theirs.
     key = (id(workload), id(cluster), id(runtime), compiled, dtype)
@@ -60,7 +71,7 @@ def timeline_of_step(
     if found is None:
         made = _costing(step, workload, cluster, runtime, None)
         found = remember(_costings, key, (made, (workload, cluster, runtime)), most=_REMEMBERED)
-    return simulate(found[0].step(step))
+    return simulate(found[0].step(step), brief=brief)
 
 
 def _costing(

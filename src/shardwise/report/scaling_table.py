@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwise.report.answer import throughput_to_json
 from shardwise.report.footprint_words import gib
 from shardwise.report.sentences import print_sentence
-from shardwise.report.timeline_words import LANE_WORDS, seconds_text, speed_words
+from shardwise.report.timeline_words import LANE_WORDS, number_text, seconds_text, speed_words
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import StrategyName
 from shardwise.spec.plan import Plan
@@ -124,11 +124,16 @@ def _share(point: ScalingPoint, lane: Lane) -> float:
 
 def bend_words(line: ScalingLine) -> str:
     """Return where a line bends and why, in one sentence."""
+    known = sum(point.throughput is not None for point in line.points)
+    if known < 2:
+        return "there is no such plan" if known == 0 else "one count alone: there is nothing to compare it with"
     bend = bend_of(line)
     if bend is None:
         return f"no bend: every doubling gives {WORTH} times the tokens/s or more{_kept(line)}"
     verb = "loses" if bend.gain < 1 else "bends"
-    text = f"{verb} from {bend.before} to {bend.after} cards: {bend.gain:.2f} times the tokens/s"
+    doubled = bend.after == 2 * bend.before
+    each = "" if doubled else f", {bend.per_doubling:.2f} times for each doubling"
+    text = f"{verb} from {bend.before} to {bend.after} cards: {bend.gain:.2f} times the tokens/s{each}"
     if bend.lane is None:
         return f"{text}, though no communication is exposed more"
     grows = f"{100 * bend.exposed_before:.0f} to {100 * bend.exposed_after:.0f} % of the step"
@@ -193,9 +198,12 @@ def print_scaling(console: Console, lines: Sequence[ScalingLine], rows_per_gpu: 
     for line in lines:
         print_sentence(console, line.title, "bold")
         for point in line.points:
-            cells = zip(_cells(point, line, priced=priced), heads.values(), strict=False)
-            label = f"{point.cluster.world} ({_nodes(point.cluster.nodes)})"
-            _row(console, f"{label:<{_LABEL}}" + "".join(f"  {cell:>{width}}" for cell, width in cells))
+            label = f"{f'{point.cluster.world} ({_nodes(point.cluster.nodes)})':<{_LABEL}}"
+            if point.throughput is None:
+                print_sentence(console, f"{label}  none: {point.refused}")
+                continue
+            cells = zip(_cells(point, point.throughput, line, priced=priced), heads.values(), strict=True)
+            _row(console, label + "".join(f"  {cell:>{width}}" for cell, width in cells))
         print_sentence(console, bend_words(line), indent="    ")
     console.print()
     for note in _notes(lines, rows_per_gpu, priced=priced):
@@ -210,20 +218,17 @@ def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def _cells(point: ScalingPoint, line: ScalingLine, *, priced: bool) -> list[str]:
-    throughput, share = point.throughput, efficiency(point, line)
-    if throughput is None or share is None:
-        return [f"none: {point.refused}"]
+def _cells(point: ScalingPoint, throughput: Throughput, line: ScalingLine, *, priced: bool) -> list[str]:
     memory = "" if point.needed is None else gib(point.needed) + ("!" if point.fits is False else "")
     cost = throughput.cost_per_million
     return [
-        f"{throughput.tokens_per_s_per_gpu:,.0f}",
-        f"{throughput.tokens_per_s:,.0f}",
-        f"{100 * share:.0f} %",
+        number_text(throughput.tokens_per_s_per_gpu),
+        number_text(throughput.tokens_per_s),
+        f"{100 * (efficiency(point, line) or 0.0):.0f} %",
         f"{100 * point.exposed_s / throughput.step_s:.0f} %",
         seconds_text(throughput.step_s),
         memory,
-        *([f"{cost:.3g}"] if priced and cost is not None else []),
+        *([number_text(cost) if cost is not None else ""] if priced else []),
     ]
 
 

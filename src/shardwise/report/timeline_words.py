@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.catalogue.networks import assumed_network
 from shardwise.report.waits import Waiting, merged_waits
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -61,11 +62,20 @@ _PHASES: dict[What, str] = {
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time with three digits at most, in s, ms or us."""
+    """Return a time with three digits, in s (up to 9,999, with all), h, ms or us."""
+    if seconds >= 9999.5:
+        return f"{number_text(seconds / 3600)} h"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= 0.9995 * size:
             return f"{_three(seconds / size)} {unit}"
     return f"{_three(seconds / 1e-6)} us" if seconds > 0 else "0 s"
+
+
+def number_text(value: float) -> str:
+    """Return a number with three digits, or whole with commas where it has more."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    return _three(value) if value >= 0.9995 else f"{value:.3g}"
 
 
 def _three(value: float) -> str:
@@ -108,8 +118,8 @@ def units_words(units: Sequence[str], block_list: str) -> str:
 
 def headline_words(throughput: Throughput) -> str:
     """Return time of a step and tokens per second."""
-    each = f"{throughput.tokens_per_s_per_gpu:,.0f} tokens/s on each device"
-    whole = f", {throughput.tokens_per_s:,.0f} in all" if throughput.gpus > 1 else ""
+    each = f"{number_text(throughput.tokens_per_s_per_gpu)} tokens/s on each device"
+    whole = f", {number_text(throughput.tokens_per_s)} in all" if throughput.gpus > 1 else ""
     return f"{seconds_text(throughput.step_s)} a step: {each}{whole}"
 
 
@@ -118,10 +128,14 @@ def use_words(throughput: Throughput) -> str:
     parts = []
     if throughput.mfu is not None and throughput.hfu is not None and throughput.peak_flops is not None:
         again = f" (HFU {throughput.hfu:.1%}, recomputation included)" if throughput.flops.again else ""
-        peak = f"{throughput.peak_flops / _T:.3g} TFLOP/s"
+        peak = f"{number_text(throughput.peak_flops / _T)} TFLOP/s"
         parts.append(f"MFU {throughput.mfu:.1%} of {peak}{again}".replace("%", " %"))
     cost = throughput.cost_per_million
-    money = "" if cost is None else f" and cost {cost:.3g} (price per card and hour: {throughput.price_per_gpu_hour:g})"
+    money = (
+        ""
+        if cost is None
+        else f" and cost {number_text(cost)} (price per card and hour: {throughput.price_per_gpu_hour:g})"
+    )
     parts.append(f"a million tokens take {seconds_text(throughput.s_per_million)}{money}")
     return "; ".join(parts)
 
@@ -220,10 +234,14 @@ def speed_words(cluster: Cluster, plan: Plan) -> str:
     gpu = cluster.gpu
     if gpu is None or gpu.rates is None:
         return "speeds: not known; measure them with shardwise probe"
-    product = gpu.rates.products.get(plan.dtypes.param) or gpu.rates.products.get("fp32")
-    peak = "" if product is None else f", {product.value / _T:.4g} TFLOP/s at most"
+    dtype = plan.dtypes.param
+    product = gpu.rates.products.get(dtype) or gpu.rates.products.get("fp32")
+    without = "" if dtype in gpu.rates.products else f" in fp32, as it has no units for {dtype}"
+    peak = "" if product is None else f", {number_text(product.value / _T)} TFLOP/s at most{without}"
     inside = f", {gpu.rates.link.value / _GB:.3g} GB/s between cards of a node" if cluster.per_node > 1 else ""
     between = ""
     if cluster.nodes > 1:
-        between = f"; network {cluster.network}" if cluster.network else "; no network was named, so one is assumed"
+        assumed = assumed_network(gpu, per_node=cluster.per_node, nodes=cluster.nodes)
+        named = f"; network {cluster.network}"
+        between = named if cluster.network else f"; network {assumed}, assumed as none was named"
     return f"speeds: catalogue ({gpu.name}{peak}{inside}{between}); measure them with shardwise probe"

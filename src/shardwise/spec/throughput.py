@@ -9,6 +9,8 @@ from shardwise.spec.problems import BadInput, Problem
 
 SECONDS_PER_HOUR = 3600
 MILLION = 1_000_000
+MOST_PRICE = 1e12
+"""Of one card or machine and hour, in any currency; costs stay numbers up to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +18,7 @@ class Price:
     """What cards cost, in any currency."""
 
     amount: float
-    """For one hour; above 0."""
+    """For one hour; above 0, `MOST_PRICE` at most."""
     per: Literal["gpu", "node"]
     """Of one card, or of one machine with all its cards."""
 
@@ -26,10 +28,11 @@ class Price:
         Raises:
             BadInput: naming it.
         """
-        if not 0 < self.amount < float("inf"):
+        if not 0 < self.amount <= MOST_PRICE:
             field, whole = ("--price", "card") if self.per == "gpu" else ("--price-per-node", "machine")
             reason = f"is not what an hour of one {whole} costs"
-            raise BadInput(Problem(field=field, value=self.amount, reason=reason, allowed="a number above 0"))
+            allowed = f"a number above 0, {MOST_PRICE:g} at most"
+            raise BadInput(Problem(field=field, value=self.amount, reason=reason, allowed=allowed))
 
     def per_gpu_hour(self, per_node: int) -> float:
         """Return what an hour of one card costs.

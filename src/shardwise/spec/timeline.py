@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args, overload
+
+Item = TypeVar("Item")
 
 Lane = Literal[
     "compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "to_device", "to_host", "host", "issue"
@@ -75,16 +78,48 @@ class Wait(NamedTuple):
     """What ended last of all it had to wait for."""
 
 
+class Later(Sequence[Item]):
+    """A sequence that is made when somebody first looks into it: most Timelines are asked for their totals alone."""
+
+    def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
+        self._make: Callable[[], Sequence[Item]] | None = make
+        self._items: Sequence[Item] = ()
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """All of it."""
+        if self._make is not None:
+            self._items, self._make = self._make(), None
+        return self._items
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, place: int | slice) -> Item | Sequence[Item]:
+        return self.items[place]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One optimizer step of rank 0."""
 
     step_s: float
     """Seconds from the step's begin to its end."""
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     """What happens, in the order in which the schedule issues it; none in a brief timeline. Of many alike micro-batches
     in the middle of a step only the first are listed; `step_s`, `busy` and `exposed` count all."""
-    waits: tuple[Wait, ...]
+    waits: Sequence[Wait]
     """Where the compute lane stands still, in order, of the micro-batches whose spans are listed."""
     busy: dict[Lane, float]
     """Seconds in which each lane works, by interval union."""
@@ -106,5 +141,7 @@ class Timeline:
 
     hidden_s: float = 0.0
     """Seconds in which one is under way and something is computed."""
+    tensor_s: float = 0.0
+    """Seconds of computing that are collectives over the tensor axis, which nothing hides."""
     notes: tuple[str, ...] = ()
     """What a reader has to know of these figures: assumptions, what is left out."""

@@ -65,8 +65,13 @@ for _name, (_pattern, _first) in _SCALARS.items():
 _Loader.add_implicit_resolver(_TAG + "merge", re.compile(r"^<<$"), ["<"])
 
 
-def read_yaml(path: Path) -> YamlText:
-    """Read a configuration file; raise BadInput when it is not one."""
+def read_yaml(path: Path, *, needs: str = "'model' and 'data'") -> YamlText:
+    """Read a configuration file, or another of keys and values; raise BadInput when it is not one.
+
+    Args:
+        path: The file.
+        needs: Keys that an empty file is told to have at least.
+    """
     name = shown(str(path))
     try:
         with path.open("rb") as file:
@@ -88,16 +93,16 @@ def read_yaml(path: Path) -> YamlText:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise BadInput(Problem(field=name, reason="is not UTF-8 text", line=line, fix="save it as UTF-8")) from None
-    return parse_yaml(text, source=name)
+    return parse_yaml(text, source=name, needs=needs)
 
 
-def parse_yaml(text: str, *, source: str = "configuration") -> YamlText:
+def parse_yaml(text: str, *, source: str = "configuration", needs: str = "'model' and 'data'") -> YamlText:
     """Parse a configuration; `source` names it in problems. Raise BadInput when it cannot be parsed at all."""
     builder = _Builder(source)
     try:
         node = _compose(text, source)
         if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
-            raise BadInput(Problem(field=source, reason="is empty", fix="it needs at least 'model' and 'data'"))
+            raise BadInput(Problem(field=source, reason="is empty", fix=f"it needs at least {needs}"))
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
             raise BadInput(

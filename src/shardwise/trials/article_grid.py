@@ -1,6 +1,6 @@
 """The article's changes of a plan over a grid of models, machines and batches: how much faster a step gets.
 
-gains(("prefetch.backward=0",), ("prefetch.backward=1",))[Case("8xA10", "qwen-7b", "LoRA", 1)].percent
+gains(("prefetch.backward=0",), ("prefetch.backward=1",))[Cell("8xA10", "qwen-7b", "LoRA", 1)].percent
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMON = ("fsdp=FULL_SHARD", "mixed_precision=bf16", "activation_checkpointing=t
 _workloads: dict[tuple[str, str], Workload] = {}
 
 
-class Case(NamedTuple):
+class Cell(NamedTuple):
     """A cell of the grid."""
 
     cluster: str
@@ -78,41 +78,40 @@ def shape(name: str) -> ModelSpec:
 
 
 @cache
-def planned(case: Case, *settings: str) -> Planned:
+def planned(cell: Cell, *settings: str) -> Planned:
     """Return the plan of a cell. Cells with equal workloads share one, whose parts are then remembered."""
-    cluster = machines(case.cluster)
-    batch = (f"micro_batch={case.rows}", f"global_batch={case.rows * cluster.world}")
-    given = [f"model={case.model}", *COMMON, *batch, *METHODS[case.method], *settings]
-    found = plan_by_shape(read_job(None, given, needs_data=False), shape(case.model), cluster)
-    return replace(found, workload=_workloads.setdefault((case.model, case.method), found.workload))
+    cluster = machines(cell.cluster)
+    batch = (f"micro_batch={cell.rows}", f"global_batch={cell.rows * cluster.world}")
+    given = [f"model={cell.model}", *COMMON, *batch, *METHODS[cell.method], *settings]
+    found = plan_by_shape(read_job(None, given, needs_data=False), shape(cell.model), cluster)
+    return replace(found, workload=_workloads.setdefault((cell.model, cell.method), found.workload))
 
 
 @cache
-def step(case: Case, *settings: str) -> Timeline:
-    """Return the step of a cell."""
-    plan = planned(case, *settings)
-    return timeline_of(plan.workload, plan.plan, plan.cluster)
+def step(cell: Cell, *settings: str) -> Timeline:
+    """Return the step of a cell, without spans and waits."""
+    plan = planned(cell, *settings)
+    return timeline_of(plan.workload, plan.plan, plan.cluster, brief=True)
 
 
 @cache
-def fits(case: Case, *settings: str) -> bool:
+def fits(cell: Cell, *settings: str) -> bool:
     """Whether the plan of a cell fits on its cards."""
-    device = by_estimate(planned(case, *settings)).footprint.device
+    device = by_estimate(planned(cell, *settings)).footprint.device
     return device is not None and device.fits is True
 
 
-def gains(before: Sequence[str], after: Sequence[str]) -> dict[Case, Gain]:
+def gains(before: Sequence[str], after: Sequence[str]) -> dict[Cell, Gain]:
     """Return what a change of settings brings, over the whole grid."""
-    cases = (Case(*cell) for cell in _cells())
     return {
-        case: Gain(100 * (step(case, *before).step_s / step(case, *after).step_s - 1), fits(case, *after))
-        for case in cases
+        cell: Gain(100 * (step(cell, *before).step_s / step(cell, *after).step_s - 1), fits(cell, *after))
+        for cell in _cells()
     }
 
 
-def _cells() -> list[tuple[str, str, str, int]]:
+def _cells() -> list[Cell]:
     return [
-        (cluster, model, method, rows)
+        Cell(cluster, model, method, rows)
         for rows in ROWS
         for cluster in CLUSTERS
         for model in MODELS
@@ -120,6 +119,6 @@ def _cells() -> list[tuple[str, str, str, int]]:
     ]
 
 
-def fitting(found: Mapping[Case, Gain], chosen: Callable[[Case], bool] = lambda case: True) -> list[float]:
+def fitting(found: Mapping[Cell, Gain], chosen: Callable[[Cell], bool] = lambda cell: True) -> list[float]:
     """Return the gains, in percent, of those chosen cells that fit."""
-    return [one.percent for case, one in found.items() if one.fits and chosen(case)]
+    return [one.percent for cell, one in found.items() if one.fits and chosen(cell)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from shardwise.catalogue.clusters import find_gpu
+from shardwise.catalogue.cards import find_gpu
 from shardwise.catalogue.dimensions import model_from_dimensions
 from shardwise.predict.adapted import LINEAR
 from shardwise.predict.blocks.families import FAMILIES

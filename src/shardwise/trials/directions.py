@@ -147,7 +147,7 @@ def outcome_of(direction: Direction, guess: Guess) -> Outcome:
         sizes = (f"seq_len={guess.seq_len}", f"micro_batch={guess.rows}", f"global_batch={batch}")
         job = read_job(None, [f"model={model.name}", *sizes, *direction.settings, *change], needs_data=False)
         planned = plan_by_shape(job, model, cluster)
-        return timeline_of(planned.workload, planned.plan, cluster, direction.runtime)
+        return timeline_of(planned.workload, planned.plan, cluster, direction.runtime, brief=True)
 
     before, after = step(direction.before), step(direction.after)
     return Outcome(direction=direction, guess=guess, before=before, after=after, rows_per_s=batch / before.step_s)

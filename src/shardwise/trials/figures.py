@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardwise.trials.validate import RowCheck
 
 TENSORS = ("allocated", "active")
 """Statistics of what tensors occupy, which no constant enters."""
+
+
+class Skipping(Protocol):
+    """A row that may have been skipped, whatever is predicted of it."""
+
+    @property
+    def skipped_because(self) -> str | None:
+        """Why; None: it was not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +67,33 @@ def errors(relative: Sequence[float]) -> Errors | None:
     )
 
 
-def errors_by(checks: Iterable[RowCheck], key: Callable[[RowCheck], str]) -> dict[str, Errors]:
-    """Return the errors of the compared rows in groups, by name."""
+def errors_of_groups(relative: Iterable[tuple[str, float]]) -> dict[str, Errors]:
+    """Return the error figures of signed relative errors, each with the name of its group, by name."""
     groups: dict[str, list[float]] = {}
-    for check in checks:
-        memory = check.memory
-        if memory is not None:
-            groups.setdefault(key(check), []).append(memory.relative_error)
+    for name, error in relative:
+        groups.setdefault(name, []).append(error)
     found = {name: errors(group) for name, group in sorted(groups.items())}
     return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def mean_of_sources(relative: Iterable[tuple[str, float]]) -> float:
+    """Return the mean over sources of the mean absolute error, of errors with the names of their sources: what fits
+    make small, so that a source counts the same however many rows it has."""
+    sources: dict[str, list[float]] = {}
+    for name, error in relative:
+        sources.setdefault(name, []).append(abs(error))
+    return sum(sum(found) / len(found) for found in sources.values()) / len(sources)
+
+
+def skipped(checks: Iterable[Skipping]) -> dict[str, int]:
+    """Return how many rows were skipped, by reason."""
+    reasons = Counter(check.skipped_because for check in checks)
+    return dict(sorted((reason, count) for reason, count in reasons.items() if reason is not None))
+
+
+def errors_by(checks: Iterable[RowCheck], key: Callable[[RowCheck], str]) -> dict[str, Errors]:
+    """Return the errors of the compared rows in groups, by name."""
+    return errors_of_groups((key(check), check.memory.relative_error) for check in checks if check.memory is not None)
 
 
 def by_source(checks: Iterable[RowCheck]) -> dict[str, Errors]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.predict.constants import ALLOCATOR_BUFFERS, ALLOCATOR_FACTOR, CUDA_CONTEXT, NCCL_CHANNEL, Constant
 from shardwise.trials.descent import descend
-from shardwise.trials.figures import TENSORS, Errors, errors
+from shardwise.trials.figures import TENSORS, Errors, errors, mean_of_sources
 from shardwise.trials.validate import RowCheck
 
 FITTED: tuple[Constant, ...] = (ALLOCATOR_FACTOR, ALLOCATOR_BUFFERS, CUDA_CONTEXT, NCCL_CHANNEL)
@@ -68,8 +68,4 @@ def _error(check: RowCheck, values: Mapping[str, float]) -> float:
 
 
 def _mean_error(rows: Sequence[RowCheck], values: Mapping[str, float]) -> float:
-    """Return the mean over sources of the mean absolute relative error."""
-    sources: dict[str, list[float]] = {}
-    for check in rows:
-        sources.setdefault(check.row.family, []).append(abs(_error(check, values)))
-    return sum(sum(errors) / len(errors) for errors in sources.values()) / len(sources)
+    return mean_of_sources((check.row.family, _error(check, values)) for check in rows)

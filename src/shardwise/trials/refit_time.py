@@ -16,7 +16,7 @@ from shardwise.predict.constants import Constant
 from shardwise.predict.links.constants import CONSTANTS as OF_LINKS
 from shardwise.predict.pace.constants import CONSTANTS as OF_PACE
 from shardwise.trials.descent import descend
-from shardwise.trials.figures import Errors, errors
+from shardwise.trials.figures import Errors, errors, mean_of_sources
 from shardwise.trials.refit import LeftOut
 from shardwise.trials.throughput_checks import TimeCheck, Timer, time_of
 from shardwise.trials.throughput_figures import compared
@@ -41,6 +41,11 @@ class Response:
         assert timed is not None
         total = sum(_between(constant, self.logs[constant.name], values[constant.name]) for constant in FITTED)
         return timed.tokens_per_s / self.check.measured * exp(-total) - 1
+
+    def moved(self, constant: Constant) -> float:
+        """Return the largest share by which the constant changes the step within its bounds."""
+        low, _, high = self.logs[constant.name]
+        return exp(max(abs(low), abs(high))) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +121,4 @@ def _error(check: TimeCheck, values: Mapping[str, float], timer: Timer) -> float
 
 
 def _mean_error(answers: Sequence[Response], values: Mapping[str, float]) -> float:
-    """Return the mean over sources of the mean absolute relative error."""
-    sources: dict[str, list[float]] = {}
-    for answer in answers:
-        sources.setdefault(answer.check.row.family, []).append(abs(answer.relative_error(values)))
-    return sum(sum(found) / len(found) for found in sources.values()) / len(sources)
+    return mean_of_sources((answer.check.row.family, answer.relative_error(values)) for answer in answers)

@@ -73,12 +73,12 @@ def asks_throughput(row: MeasuredRow) -> bool:
 
 
 def time_of(case: Case, values: Mapping[str, float] | None = None) -> Timeline:
-    """Return the step of a case.
+    """Return the step of a case, without spans and waits.
 
     Raises:
         BadInput: nothing is known of how fast the card computes; a layout that no formula describes.
     """
-    return timeline_of(case.workload, case.plan, case.cluster, case.runtime, values=values)
+    return timeline_of(case.workload, case.plan, case.cluster, case.runtime, values=values, brief=True)
 
 
 def check_times(rows: Iterable[MeasuredRow], timer: Timer = time_of) -> list[TimeCheck]:

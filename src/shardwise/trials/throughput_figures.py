@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardwise.predict.throughput import flops_of_step, peak_flops
 from shardwise.trials.cases import Case
-from shardwise.trials.figures import Errors, errors
+from shardwise.trials.figures import Errors, errors, errors_of_groups
 from shardwise.trials.throughput_checks import TimeCheck, tokens_of
 
 FLAT_SHARE = 0.45
@@ -28,11 +28,7 @@ def of_times(checks: Iterable[TimeCheck], *, headline: bool = False, assumed_net
 
 def times_by(checks: Iterable[TimeCheck], key: Callable[[TimeCheck], str]) -> dict[str, Errors]:
     """Return the errors of the compared rows in groups, by name."""
-    groups: dict[str, list[float]] = {}
-    for check in compared(checks):
-        groups.setdefault(key(check), []).append(error_of(check))
-    found = {name: errors(group) for name, group in sorted(groups.items())}
-    return {name: figure for name, figure in found.items() if figure is not None}
+    return errors_of_groups((key(check), error_of(check)) for check in compared(checks))
 
 
 def by_source(checks: Iterable[TimeCheck]) -> dict[str, Errors]:
@@ -67,10 +63,11 @@ def furthest(checks: Iterable[TimeCheck], count: int) -> list[TimeCheck]:
     return sorted(compared(checks), key=lambda check: abs(error_of(check)), reverse=True)[:count]
 
 
-def of_flat_rule(checks: Sequence[TimeCheck], *, headline: bool = False) -> Errors | None:
-    """Return the errors of the flat rule on the same rows."""
+def of_flat_rule(checks: Sequence[TimeCheck], *, headline: bool = False, by_parameters: bool = False) -> Errors | None:
+    """Return the errors of the flat rule, or of the shorter one by parameters, on the same rows."""
     rows = [check for check in compared(checks) if check.headline or not headline]
-    return errors([flat_rule(check.timed.case) / check.measured - 1 for check in rows if check.timed is not None])
+    rule = flat_rule_by_parameters if by_parameters else flat_rule
+    return errors([rule(check.timed.case) / check.measured - 1 for check in rows if check.timed is not None])
 
 
 def flat_rule(case: Case) -> float:
@@ -79,7 +76,17 @@ def flat_rule(case: Case) -> float:
     FLOPs as programs count them for their MFU, without what is computed again; the peak is that of the plan's dtype of
     computation, also where linear layers are in fp8.
     """
+    flops = flops_of_step(case.workload, case.plan).model / case.plan.mesh.world
+    return tokens_of(case) * FLAT_SHARE * _peak(case) / flops
+
+
+def flat_rule_by_parameters(case: Case) -> float:
+    """Return the same by the shorter rule: 6 FLOPs per parameter and token, 4 where adapters train; no attention."""
+    per_parameter = 6 if case.workload.lora is None else 4
+    return FLAT_SHARE * _peak(case) / (per_parameter * case.workload.model.parameters)
+
+
+def _peak(case: Case) -> float:
     peak = peak_flops(case.cluster, case.plan)
     assert peak is not None
-    flops = flops_of_step(case.workload, case.plan).model / case.plan.mesh.world
-    return tokens_of(case) * FLAT_SHARE * peak / flops
+    return peak

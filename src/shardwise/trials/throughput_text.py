@@ -9,9 +9,9 @@ from typing import Any
 from shardwise.predict.constants import Constant
 from shardwise.spec.timeline import Timeline
 from shardwise.trials import throughput_figures as figures
-from shardwise.trials.figures import Errors
+from shardwise.trials.figures import Errors, skipped
 from shardwise.trials.ranking import Pair, pairs_of, ranked, together
-from shardwise.trials.refit_time import FITTED, TimesLeftOut, leave_one_out, responses
+from shardwise.trials.refit_time import FITTED, Response, TimesLeftOut, leave_one_out, responses
 from shardwise.trials.throughput_checks import TimeCheck
 
 WORST = 10
@@ -27,6 +27,8 @@ class Findings:
 
     checks: Sequence[TimeCheck]
     """Rows."""
+    answers: Sequence[Response]
+    """How the compared rows answer to each constant."""
     left_out: TimesLeftOut | None
     """Sources with constants fitted without them; None of a single source."""
     pairs: Sequence[Pair]
@@ -35,7 +37,8 @@ class Findings:
 
 def findings_of(checks: Sequence[TimeCheck]) -> Findings:
     """Return everything that is said of checked rows; the constants are fitted anew for each source."""
-    return Findings(checks=checks, left_out=leave_one_out(responses(checks)), pairs=pairs_of(checks))
+    answers = responses(checks)
+    return Findings(checks=checks, answers=answers, left_out=leave_one_out(answers), pairs=pairs_of(checks))
 
 
 def named_errors(found: Findings) -> dict[str, Errors | None]:
@@ -74,18 +77,18 @@ def summary_as_json(found: Findings) -> dict[str, Any]:
     return {
         "compared": len(figures.compared(checks)),
         "skipped": skipped(checks),
-        "headline": _errors(figures.of_times(checks, headline=True)),
-        "all": _errors(figures.of_times(checks)),
-        "without_assumed_networks": _errors(figures.of_times(checks, assumed_networks=False)),
+        "headline": errors_as_json(figures.of_times(checks, headline=True)),
+        "all": errors_as_json(figures.of_times(checks)),
+        "without_assumed_networks": errors_as_json(figures.of_times(checks, assumed_networks=False)),
         "by_source": {name: asdict(figure) for name, figure in figures.by_source(checks).items()},
         "by_card": {name: asdict(figure) for name, figure in figures.by_card(checks).items()},
         "flat_rule": {
             "share_of_peak": figures.FLAT_SHARE,
-            "headline": _errors(figures.of_flat_rule(checks, headline=True)),
-            "all": _errors(figures.of_flat_rule(checks)),
+            "headline": errors_as_json(figures.of_flat_rule(checks, headline=True)),
+            "all": errors_as_json(figures.of_flat_rule(checks)),
         },
         "leave_one_source_out": {
-            "all": _errors(left.together if left else None),
+            "all": errors_as_json(left.together if left else None),
             "sources": [
                 {"source": one.source, "constants": dict(one.values), **asdict(one.errors)}
                 for one in (left.sources if left else ())
@@ -99,17 +102,9 @@ def summary_as_json(found: Findings) -> dict[str, Any]:
     }
 
 
-def _errors(figure: Errors | None) -> dict[str, Any] | None:
+def errors_as_json(figure: Errors | None) -> dict[str, Any] | None:
+    """Return error figures for machines; None of none."""
     return None if figure is None else asdict(figure)
-
-
-def skipped(checks: Sequence[TimeCheck]) -> dict[str, int]:
-    """Return how many rows were skipped, by reason."""
-    counts: dict[str, int] = {}
-    for check in checks:
-        if check.skipped_because is not None:
-            counts[check.skipped_because] = counts.get(check.skipped_because, 0) + 1
-    return dict(sorted(counts.items()))
 
 
 def lines(found: Findings) -> Iterator[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.predict.constants import GIB
 from shardwise.trials import figures, throughput_text
-from shardwise.trials.figures import Confusion, Errors
+from shardwise.trials.figures import Confusion, Errors, skipped
 from shardwise.trials.refit import FITTED, LeftOut, leave_one_out
-from shardwise.trials.throughput_text import Findings, constants_text, error_table
+from shardwise.trials.throughput_text import Findings, constants_text, error_table, errors_as_json
 from shardwise.trials.validate import By, RowCheck
 
 WORST = 10
@@ -57,10 +57,10 @@ def _summary(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
         "rows": len(checks),
         "compared": sum(check.memory is not None for check in checks),
         "skipped": skipped(checks),
-        "overall": _errors(figures.of_rows(checks)),
-        "tensors": _errors(figures.of_rows(checks, tensors=True)),
-        "headline_tensors": _errors(figures.of_rows(checks, tensors=True, headline=True)),
-        "headline_others": _errors(figures.of_rows(checks, tensors=False, headline=True)),
+        "overall": errors_as_json(figures.of_rows(checks)),
+        "tensors": errors_as_json(figures.of_rows(checks, tensors=True)),
+        "headline_tensors": errors_as_json(figures.of_rows(checks, tensors=True, headline=True)),
+        "headline_others": errors_as_json(figures.of_rows(checks, tensors=False, headline=True)),
         "by_statistic": {name: asdict(figure) for name, figure in figures.by_statistic(checks).items()},
         "by_source": {name: asdict(figure) for name, figure in figures.by_source(checks).items()},
         "leave_one_source_out": [
@@ -69,19 +69,6 @@ def _summary(checks: Sequence[RowCheck], by: By) -> dict[str, Any]:
         ],
         "feasibility": asdict(figures.confusion(checks)),
     }
-
-
-def _errors(figure: Errors | None) -> dict[str, Any] | None:
-    return None if figure is None else asdict(figure)
-
-
-def skipped(checks: Sequence[RowCheck]) -> dict[str, int]:
-    """Return how many rows were skipped, by reason."""
-    counts: dict[str, int] = {}
-    for check in checks:
-        if check.skipped_because is not None:
-            counts[check.skipped_because] = counts.get(check.skipped_because, 0) + 1
-    return dict(sorted(counts.items()))
 
 
 def as_text(checks: Sequence[RowCheck], by: By, throughput: Findings | None = None) -> str:

@@ -37,5 +37,7 @@ def measured(*speeds: CollectiveSpeed) -> Measured:
     """A probe that found these collectives."""
     curve = Curve(points=((1.0, 1.0),), source="a probe")
     return Measured(
-        device=DeviceSpeeds(products={"fp32": curve}, memory={"fp32": curve}, issue_s=0.0), collectives=speeds, source="a probe"
+        device=DeviceSpeeds(products={"fp32": curve}, memory={"fp32": curve}, issue_s=0.0),
+        collectives=speeds,
+        source="a probe",
     )

@@ -51,6 +51,14 @@ def test_the_nearest_is_on_the_same_side_of_a_machines_border():
     assert links.seconds("reduce_scatter", 1e8, EIGHT) == pytest.approx(plain.seconds("reduce_scatter", 1e8, EIGHT))
 
 
+def test_shapes_that_the_cluster_does_not_have_are_left_out():
+    """A part of a probed cluster: one machine of two, for which nothing between machines says anything."""
+    probe = measured(speed("all_gather", 2, 8, (1e8, 1.0)))
+    part, plain = (links_of(cluster("8xA100-SXM-80GB", measured=one)) for one in (probe, None))
+    assert part.seconds("all_gather", 1e8, EIGHT) == plain.seconds("all_gather", 1e8, EIGHT)
+    assert part.source("all_gather", EIGHT) == plain.source("all_gather", EIGHT)
+
+
 def test_cpu_processes_need_a_probe():
     with pytest.raises(BadInput, match="shardwise probe"):
         links_of(find_cluster("2xcpu"))

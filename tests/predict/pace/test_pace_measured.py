@@ -97,7 +97,7 @@ def test_operations_of_a_copy_are_equal():
 
 
 def test_pointwise_operations_go_by_the_dtype_of_computation():
-    """Halves take 3 s per GB. Copies of weights and gradients, which rest in fp32, take 1; so do halves without curve."""
+    """Halves take 3 s per GB. Copies of weights and gradients, which rest in fp32, take 1; so do halves without one."""
     slow = curve((2e3, 6e-6), (2e9, 6.0))
     found = measured(bf16=curve((2e9, 2.0)), fp32=curve((2e9, 2.0)))
     device = found.device.model_copy(update={"memory": {**found.device.memory, "bf16": slow}})

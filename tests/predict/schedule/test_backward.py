@@ -96,12 +96,33 @@ def test_a_communicator_for_reductions():
 
 
 def test_integer_resharding():
-    """Gathers of 1 inside a small group in backward, whose communicator takes no turns with reductions: c 11-12, b
-    15-16, a at b's copy-out, 23-24, beside reduction c."""
+    """Gathers of 1 inside a small group in backward, whose communicator takes no turns with reductions: c, whose part
+    is kept when its forward ends, 15-16, b 16-17, a at b's copy-out, 24-25, beside reduction c."""
     unit = replace(UNIT, regather=1)
     t = simulate(step_of(unit, unit, unit, regather_group=True))
-    assert on(t, "all_gather")[3:] == [("c", 11, 12), ("b", 15, 16), ("a", 23, 24)]
-    assert on(t, "reduce_scatter")[0] == ("c", 23, 28)
+    assert on(t, "all_gather")[3:] == [("c", 15, 16), ("b", 16, 17), ("a", 24, 25)]
+    assert on(t, "reduce_scatter")[0] == ("c", 24, 29)
+
+
+def test_a_small_group_gathers_what_was_kept():
+    """Forward brings shards from the host, 0-2, casts them, 2-3, gathers, 3-6, and computes, 6-10, copying the part
+    that is kept last of all. Backward copies that into its buffer, 10-11, and gathers, 11-12, without the host."""
+    unit = UnitCosts(forward=4, backward=8, fetch=2, copy_in=1, recopy_in=1, gather=3, regather=1)
+    t = simulate(step_of(unit, regather_group=True))
+    assert on(t, "to_device") == [("a", 0, 2)]
+    assert on(t, "copy_in") == [("a", 2, 3), ("a", 10, 11)]
+    assert on(t, "all_gather") == [("a", 3, 6), ("a", 11, 12)]
+    assert t.step_s == 20
+
+
+def test_gradients_that_no_replica_sums_leave_after_every_backward():
+    """`defer_replicate` without replicas defers nothing."""
+    unit = UnitCosts(forward=4, backward=8, reduce=2, store=1)
+    t = simulate(step_of(unit, micro_batches=2, mode="defer_replicate"))
+    assert [unit for unit, *_ in on(t, "to_host")] == ["a", "a"]
+    replicated = replace(unit, all_reduce=1)
+    t = simulate(step_of(replicated, micro_batches=2, mode="defer_replicate"))
+    assert [unit for unit, *_ in on(t, "to_host")] == ["a"]
 
 
 def test_hybrid_sums_over_replicas_beside():

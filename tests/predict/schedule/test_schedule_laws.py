@@ -31,6 +31,7 @@ def unit_costs(draw: Any) -> UnitCosts:
         backward_issue=draw(seconds),
         fetch=draw(st.sampled_from([0.0, 0.0, 1.0])),
         copy_in=min(copies, 0.5),
+        recopy_in=min(copies, 0.25),
         gather=gather,
         regather=gather if draw(st.booleans()) else 0.0,
         copy_out=copies,
@@ -176,18 +177,20 @@ def test_more_work_never_makes_a_step_shorter(step, more):
     assert simulate(replace(step, units=longer)).step_s >= simulate(step).step_s - 1e-9
 
 
-def with_row(step: StepCosts, blocks: int) -> StepCosts:
-    """The step with a long row of alike units between its first unit and one more like it."""
-    first, last = step.units[0], step.units[-1]
-    units = (first, *[replace(last, travel=0.0)] * blocks, first)
+def with_row(step: StepCosts, blocks: int, period: int = 1) -> StepCosts:
+    """The step with a long row of units between its first unit and one more like it: all alike, or each `period` of
+    them like those before, as where every second block is checkpointed."""
+    first, last = step.units[0], replace(step.units[-1], travel=0.0)
+    checkpointed = replace(last, backward=last.backward + 2)
+    units = (first, *([checkpointed, *[last] * (period - 1)] * blocks)[:blocks], first)
     prefetch = step_of(*units, ahead=len(step.ahead[-1]), behind=len(step.behind[-1]))
     return replace(step, units=units, names=prefetch.names, ahead=prefetch.ahead, behind=prefetch.behind)
 
 
 @settings(deadline=None, max_examples=60)
-@given(step=steps(), blocks=st.sampled_from([1, 3, 12]), count=st.integers(6, 30))
-def test_multiplied_micro_batches_are_as_if_played(step, blocks, count):
-    step = replace(with_row(step, blocks), micro_batches=count)
+@given(step=steps(), blocks=st.sampled_from([1, 3, 12]), period=st.integers(1, 3), count=st.integers(6, 30))
+def test_multiplied_micro_batches_are_as_if_played(step, blocks, period, count):
+    step = replace(with_row(step, blocks, period), micro_batches=count)
     short = simulate(step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.predict.schedule.frame.Frame._steady", lambda *_: False)
@@ -200,10 +203,10 @@ def test_multiplied_micro_batches_are_as_if_played(step, blocks, count):
 
 
 @settings(deadline=None, max_examples=100)
-@given(step=steps(), blocks=st.integers(6, 40))
-def test_counted_units_are_as_if_played(step, blocks):
+@given(step=steps(), blocks=st.integers(6, 40), period=st.integers(1, 4))
+def test_counted_units_are_as_if_played(step, blocks, period):
     """Alike units in the middle are counted; all is as if each had been played."""
-    step = with_row(step, blocks)
+    step = with_row(step, blocks, period)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.predict.schedule.alike.AlikeUnits.skip", lambda self, place, *_: place)
         played = simulate(step)

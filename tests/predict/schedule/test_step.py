@@ -10,6 +10,7 @@ from predict.schedule.steps import UNIT, on, step_of, waits
 from shardwise.predict.schedule import simulate
 from shardwise.predict.schedule.costs import UnitCosts, UpdateCosts
 from shardwise.predict.schedule.nccl import Fsdp2
+from shardwise.spec.timeline import Later
 
 ONE = UnitCosts(forward=4, backward=8, gather=3, reduce=5, all_reduce=6)
 
@@ -146,3 +147,21 @@ def test_a_long_row_of_units_is_not_played_one_by_one():
     assert (whole.step_s, len(whole.spans)) == (3 + 80 * 12 + 5, 400)
     assert (brief.step_s, brief.spans, brief.waits) == (whole.step_s, (), ())
     assert len(played.operations) < 60
+
+
+@pytest.mark.parametrize("rules", ["nccl", "fsdp1", "ddp", "gloo"])
+def test_collectives_inside_computing_are_told(rules):
+    """2 of every micro-batch's 12 s of computing."""
+    step = step_of(UnitCosts(forward=4, backward=8), rules=rules, micro_batches=7, tensor=2)
+    assert simulate(step).tensor_s == 14
+
+
+def test_spans_are_made_when_somebody_looks():
+    """Once, and then they are a sequence like any other."""
+    made = []
+    later = Later(lambda: made.append("made") or ("a", "b", "c"))
+    assert made == []
+    assert (later[0], later[1:], len(later)) == ("a", ("b", "c"), 3)
+    assert later == ["a", "b", "c"]
+    assert later != ["a", "b"]
+    assert made == ["made"]

@@ -76,7 +76,7 @@ def walk(
         input_gradient=0 if frozen else size * item,
         forward=forward,
         backward=backward,
-        evaluation=evaluate(program, layers, setting, beside),
+        evaluation=evaluate(program, layers, setting, tokens, beside),
         work=tape.phases.work(),
     )
 
@@ -97,12 +97,12 @@ def evaluated(setting: Setting) -> Setting:
     return replace(setting, training=False)
 
 
-def evaluate(program: Program, layers: Layers, setting: Setting, beside: int) -> Live:
-    """Return the highest instant of a forward without gradients."""
+def evaluate(program: Program, layers: Layers, setting: Setting, tokens: int, beside: int) -> Live:
+    """Return the highest instant of a forward without gradients, of a block that is given so many tokens."""
     memory, setting = Memory(), evaluated(setting)
     tape = Tape(memory, recording=False)
     item, before = setting.stream(layers.norm), tape.new(beside, 1)
-    program(Scene(tape, layers, setting), tape.new(setting.own_tokens * layers.hidden, item, None, ACTIVATION))
+    program(Scene(tape, layers, setting), tape.new(tokens * layers.hidden, item, None, ACTIVATION))
     del before
     return live_of(memory.at_peak)
 

@@ -46,7 +46,8 @@ class Links:
         self.cluster = cluster
         """Whose links they are."""
         self._model = model
-        self._measured = {(speed.kind, speed.nodes, speed.per_node): speed for speed in measured}
+        fits = [speed for speed in measured if speed.nodes <= cluster.nodes and speed.per_node <= cluster.per_node]
+        self._measured = {(speed.kind, speed.nodes, speed.per_node): speed for speed in fits}
         self._known: dict[tuple[TimedKind, float, Group], float] = {}
 
     def seconds(self, kind: TimedKind, payload_bytes: float, group: Group) -> float:

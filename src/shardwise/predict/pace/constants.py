@@ -1,7 +1,8 @@
 """The constants of computing time that are neither a vendor's figure nor a choice of the plan: nine, all here.
 
-Each can be given another value by name, within its bounds, where all published measurements are fitted together. What
-hardware and kernels were measured at and nobody fits stands beside them as tables, with sources.
+Each can be given another value by name, within its bounds, to see what published measurements make of it; no published
+step answers to ISSUE, and few to HOST_ADAM. What hardware and kernels were measured at stands beside them as tables,
+with sources.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ UNHIDDEN = Constant(
     meaning="share of a matrix product's traffic to and from memory that hides behind none of its computing: first"
     " loads and last stores of every round of tiles, and results of others that it finds in no cache",
     source="B200, 1536 to 4096 (pytorch/ao#2427) and RTX 5090, 2048 (torch-performance-test-data#15): products alone"
-    " allow 0 to 0.6; steps of 186 published runs, where caches are cold, ask for 0.6 to 1",
+    " allow 0 to 0.6; whole steps of published runs, where caches are cold, are nearer the upper end of that",
     unit="ratio",
 )
 

@@ -122,7 +122,7 @@ def peaks(gpu: Gpu, rates: Rates, dtype: str | None) -> dict[int, float]:
     """
     products = {name: figure.value for name, figure in rates.products.items()}
     if "fp32" not in products:
-        raise BadInput(unknown(gpu.name, "its rate of fp32 products is not known"))
+        raise BadInput(unknown(gpu.name, "its rate of fp32 products is not known", "give rates.products.fp32, or "))
     half = dtype if dtype in HALVES else next((name for name in HALVES if name in products), "fp32")
     found = {4: products["fp32"], 2: products.get(half, products["fp32"])}
     if "fp8" in products:
@@ -147,11 +147,11 @@ def slowest(nodes: int, values: Mapping[str, float] | None) -> float:
     return 1 + value_of(JITTER, values) * sqrt(2 * log(nodes))
 
 
-def unknown(name: str, reason: str) -> Problem:
-    """Return the problem of a cluster whose speeds are not known."""
+def unknown(name: str, reason: str, fix: str = "") -> Problem:
+    """Return the problem of a cluster, or its card, whose speeds are not known; `fix` stands before the usual one."""
     return Problem(
         field="cluster",
         value=name,
         reason=reason,
-        fix="measure the machines with `shardwise probe` and give the file that it writes as the cluster",
+        fix=f"{fix}measure the machines with `shardwise probe` and give the file that it writes as the cluster",
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.predict.schedule.copied import Copied, Row
-from shardwise.predict.schedule.costs import StepCosts, UnitCosts
+from shardwise.predict.schedule.costs import StepCosts
 from shardwise.predict.schedule.lanes import Interval, is_host
 from shardwise.predict.schedule.streams import Streams
 from shardwise.spec.timeline import Lane, Span
 
 SHORT = 4
 """Units that are not worth counting."""
+PERIODS = (1, 2, 3, 4)
+"""How many units on the next alike one may be: where every second block is checkpointed, 2."""
 ALIKE = 1e-9
 """Share of a unit's seconds by which two of them may differ and count as alike."""
 CLOCKS = (
@@ -46,6 +49,12 @@ class Border(NamedTuple):
     """Instants after `free` of all that is under way, events and counts."""
 
 
+@lru_cache(maxsize=1024)
+def offsets_of(asked: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return how much further on the units are that each unit gathers ahead."""
+    return tuple(tuple(other - place for other in others) for place, others in enumerate(asked))
+
+
 class AlikeUnits(Streams):
     """Streams that do not play every unit of a row."""
 
@@ -57,8 +66,9 @@ class AlikeUnits(Streams):
         """Event of the last copy-out in forward; 0: there was none."""
         self.in_flight: deque[Span] = deque()
         """Reductions whose buffers are kept, oldest first."""
-        self.border: Border | None = None
-        """Behind the unit before, if it is in the same direction."""
+        self.borders: deque[Border] = deque(maxlen=PERIODS[-1])
+        """Behind the units before, the last one last, as far as they are in the same direction."""
+        self._matching: dict[tuple[int, int], list[int]] = {}
 
     def skip(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
         """Return the place of the last unit that is over: this one, or one further on if those between go alike.
@@ -68,50 +78,78 @@ class AlikeUnits(Streams):
             way: 1 in forward, -1 in backward.
             asked: Units that each unit gathers ahead.
         """
-        unit = self.units[place]
-        gathers = (unit.gather if way > 0 else unit.regather) > 0
-        before, now = self.border, self._mark_border(gathers, asked[place])
-        self.border = now
+        period = self._period(place, way, asked)
+        if not period:
+            self.borders.clear()
+            return place
+        gathers = self._gathers(place, way, period)
+        if not gathers and not self._gathers_later(place, way):
+            self.settle(len(self.operations))  # nothing is to come that could run beside them
+        now = self._mark_border(gathers, asked[place])
+        before = self.borders[-period] if len(self.borders) >= period else None
+        self.borders.append(now)
         if before is None or not self._same(before, now):
             return place
-        times = self._row(place, way, asked)
-        if times < SHORT:
+        times = self._row(place, way, asked, period)
+        if times * period < SHORT:
             return place
-        row = Row(place, way, now.free - before.free, now.host - before.host, times)
+        row = Row(place, way, period, now.free - before.free, now.host - before.host, times)
         waits = self.gaps[before.gaps :]
         idle = [(max(gap.start, before.free), gap.end) for gap in waits]
         self.count(times, idle, before.free, now.free, before.worked)
         copied: Copied | None = None
         if not self.brief:
             copied = Copied(self, self.names, row, before.spans)
-            copied.wait_again(waits)
+            if waits:
+                self.later_gaps.append(copied.wait_again(waits))
         self._move(row, asked[place], copied)
-        self.border = None
-        return place + times * way
+        self.borders.clear()
+        return place + row.on(times)
 
-    def _row(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
-        """Return how many units behind this one may be left out: alike are they, the two before, and all that they ask
-        for; one is left to be played."""
-        units, late = self.units, self.step.late
-        unit, offsets = units[place], tuple(other - place for other in asked[place])
-        last = place
-        while 0 <= last + way < len(units) and units[last + way] is unit and last + way != late:
-            last += way
-        if self._gathers_later(unit, last, way):
+    def _period(self, place: int, way: int, asked: tuple[tuple[int, ...], ...]) -> int:
+        """Return how many units on the next alike one is, if enough alike ones follow; else 0."""
+        units = self.units
+        left = len(units) - 1 - place if way > 0 else place
+        for period in PERIODS:
+            alike = left >= SHORT + period - 1 and units[place + period * way] is units[place]
+            if alike and self._matches(way, asked, period)[place] >= SHORT:
+                return period
+        return 0
+
+    def _row(self, place: int, way: int, asked: tuple[tuple[int, ...], ...], period: int) -> int:
+        """Return how many periods behind this one may be left out: alike are their units, those of the two before, and
+        all that they ask for; one unit is left to be played."""
+        first = place - (2 * period - 1) * way
+        if not 0 <= first < len(self.units):
             return 0
-        reach = max((abs(offset) for offset in offsets), default=0)
-        times = abs(last - place) - max(1, reach)
-        for row in range(-1, times + 1):
-            other = place + row * way
-            if units[other] is not unit or tuple(target - other for target in asked[other]) != offsets:
-                return 0
-        return times
+        last = first + (self._matches(way, asked, period)[first] + period - 1) * way
+        if not self._gathers(place, way, period) and self._gathers_later(last, way):
+            return 0
+        offsets = offsets_of(asked)
+        reach = max((abs(offset) for back in range(period) for offset in offsets[place - back * way]), default=0)
+        return max(0, ((last - place) * way - max(1, reach)) // period)
 
-    def _gathers_later(self, unit: UnitCosts, last: int, way: int) -> bool:
+    def _matches(self, way: int, asked: tuple[tuple[int, ...], ...], period: int) -> list[int]:
+        """Return for each place how many units in a row, from it on, are as the one `period` units further on."""
+        found = self._matching.get((way, period))
+        if found is None:
+            units, late, count, offsets = self.units, self.step.late, len(self.units), offsets_of(asked)
+            found = self._matching[way, period] = [0] * count
+            for place in range(count - 1, -1, -1) if way > 0 else range(count):
+                other = place + period * way
+                alike = 0 <= other < count and units[other] is units[place] and offsets[other] == offsets[place]
+                if alike and late not in (place, other):
+                    found[place] = found[place + way] + 1
+        return found
+
+    def _gathers(self, place: int, way: int, period: int) -> bool:
+        """Whether one of the units of a period gathers."""
+        units = [self.units[place - back * way] for back in range(period) if 0 <= place - back * way < len(self.units)]
+        return any((unit.gather if way > 0 else unit.regather) > 0 for unit in units)
+
+    def _gathers_later(self, last: int, way: int) -> bool:
         """Whether a row of units that gather nothing is followed, in the same micro-batch, by a gather: that could
         start beside the row, as nothing in it holds it up."""
-        if (unit.gather if way > 0 else unit.regather) > 0:
-            return False
         if way < 0:
             return any(other.regather > 0 for other in self.units[:last])
         return any(other.gather > 0 for other in self.units[last:]) or any(other.regather > 0 for other in self.all)
@@ -187,4 +225,4 @@ class AlikeUnits(Streams):
         for other in asked:
             self.arriving[other] = None
         for other, span in zip(asked, arriving, strict=True):
-            self.arriving[other + row.times * row.way] = None if span is None else later(span)
+            self.arriving[other + row.on(row.times)] = None if span is None else later(span)

@@ -17,7 +17,8 @@ class UnitCosts:
     """One communication unit, in seconds; units that are alike share one object. 0: there is no such thing."""
 
     forward: float = 0.0
-    """Computing its forward, collectives of the tensor axis included."""
+    """Computing its forward, collectives of the tensor axis included; where it is resharded to a smaller group, and
+    copying the part that this rank keeps."""
     backward: float = 0.0
     """Computing its backward, recomputation and collectives of the tensor axis included."""
     forward_issue: float = 0.0
@@ -25,13 +26,16 @@ class UnitCosts:
     backward_issue: float = 0.0
     """Host time for issuing its backward."""
     fetch: float = 0.0
-    """Bringing its shards from the host, before each gather."""
+    """Bringing its shards from the host, before each gather over the shard axis."""
     copy_in: float = 0.0
     """Casting its shards into a gather's buffer."""
     gather: float = 0.0
     """Its all-gather in forward, on the wire."""
     regather: float = 0.0
     """Its all-gather in backward; 0: its weights are still there, or backward does not need them."""
+    recopy_in: float = 0.0
+    """Where backward gathers inside a smaller group (`StepCosts.regather_group`): copying this rank's part into the
+    gather's buffer. It lies on the device in the dtype of computation, so nothing is fetched or cast."""
     copy_out: float = 0.0
     """Taking its weights out of a gather's buffer in forward, on the compute lane. Over a shard axis of one rank, where
     nothing is gathered, copying its weights."""
@@ -142,5 +146,7 @@ class StepCosts:
     first."""
     post: float = 0.0
     """On CPUs: starting one collective in the background, on the main thread."""
+    tensor: float = 0.0
+    """What of one micro-batch's computing is collectives over the tensor axis, which computing waits for."""
     slowdown: float = 1.0
     """Factor on computing while a collective is under way: it takes multiprocessors (GPUs) or cores (CPUs)."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 from shardwise.predict.schedule.lanes import Interval, Lanes
-from shardwise.spec.timeline import COMMUNICATION, Lane, Span, Timeline, Wait
+from shardwise.spec.timeline import COMMUNICATION, Lane, Later, Span, Timeline, Wait
 
 _new = tuple.__new__
 
@@ -43,7 +43,12 @@ def totals(lanes: Lanes, gaps: Sequence[Interval], begins: float, ends: float) -
 
 
 def timeline(
-    lanes: Lanes, ends: float, repeats: Sequence[tuple[Totals, int]], brief: bool, notes: tuple[str, ...]
+    lanes: Lanes,
+    ends: float,
+    repeats: Sequence[tuple[Totals, int]],
+    brief: bool,
+    notes: tuple[str, ...],
+    tensor_s: float,
 ) -> Timeline:
     """Return the Timeline of a step that is over.
 
@@ -53,16 +58,17 @@ def timeline(
         repeats: What was not played but counted: once, and how many times more.
         brief: Without spans and waits.
         notes: For the reader.
+        tensor_s: Seconds of computing that are collectives over the tensor axis.
     """
     idle = [(gap[0], gap[1]) for gap in lanes.gaps]
     every = totals(lanes, [*idle, (lanes.free, ends)], 0.0, ends)
     for once, times in repeats:
         every = every.plus(once, times)
-    spans: tuple[Span, ...] = ()
-    waits: tuple[Wait, ...] = ()
+    spans: Sequence[Span] = ()
+    waits: Sequence[Wait] = ()
     if not brief:
-        spans = cast(tuple[Span, ...], tuple(lanes.spans))
-        waits = tuple(_new(Wait, (start, end, spans[place], by)) for start, end, place, by in lanes.gaps)
+        spans = Later(lanes.all_spans)
+        waits = Later(partial(_waits, lanes, spans))
     return Timeline(
         step_s=ends,
         spans=spans,
@@ -71,8 +77,13 @@ def timeline(
         exposed=every.exposed,
         exposed_s=every.exposed_s,
         hidden_s=every.communication_s - every.exposed_s,
+        tensor_s=tensor_s,
         notes=notes,
     )
+
+
+def _waits(lanes: Lanes, spans: Sequence[Span]) -> Sequence[Wait]:
+    return tuple(_new(Wait, (start, end, spans[place], by)) for start, end, place, by in lanes.all_gaps())
 
 
 def _union(lanes: Lanes) -> Sequence[Interval]:

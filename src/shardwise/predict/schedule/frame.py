@@ -67,7 +67,8 @@ class Frame(TravelLanes, ABC):
         if agree > 0:
             self.host_waits(agree, self.collective("all_reduce", "exchange", "", 0.0, agree))
         self._micro_batches()
-        return timeline(self, self._finish(), self.repeats, self.brief, self.notes)
+        tensor_s = self.step.micro_batches * self.step.tensor
+        return timeline(self, self._finish(), self.repeats, self.brief, self.notes, tensor_s)
 
     def _micro_batches(self) -> None:
         count = self.step.micro_batches

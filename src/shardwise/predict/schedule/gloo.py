@@ -13,8 +13,8 @@ from shardwise.spec.timeline import ROOT, Lane, Span, Timeline, Wait, What
 ROOT_PLACE = -1
 
 
-def simulate_gloo(step: StepCosts) -> Timeline:
-    """Return the timeline of a step whose rules are `gloo`."""
+def simulate_gloo(step: StepCosts, *, brief: bool = False) -> Timeline:
+    """Return the timeline of a step whose rules are `gloo`; `brief`: without spans and waits."""
     run = _Run(step)
     update = step.update
     run.blocking("all_reduce", "exchange", "", update.agree)
@@ -27,7 +27,7 @@ def simulate_gloo(step: StepCosts) -> Timeline:
     run.compute("clip", "", update.clip)
     run.blocking("all_reduce", "exchange", "", update.clip_exchange)
     run.compute("update", "", update.update + update.host_update)
-    return run.timeline()
+    return run.timeline(brief)
 
 
 class _Run:
@@ -127,7 +127,7 @@ class _Run:
         seconds = unit.regather if again else unit.gather
         if place in self._gathers or seconds <= 0:
             return
-        self.compute("copy_in", name, unit.copy_in)
+        self.compute("copy_in", name, unit.recopy_in if again and self.step.regather_group else unit.copy_in)
         self._gathers[place] = self.post("all_gather", "all_gather", name, seconds)
         if not self.step.background_gathers:
             self.wait_for(self._gathers[place])
@@ -163,7 +163,7 @@ class _Run:
         self.wait_for(span)
         self.compute("reduce_sum", name, unit.reduce_sum)
 
-    def timeline(self) -> Timeline:
+    def timeline(self, brief: bool) -> Timeline:
         """Return what has happened."""
         if self._held is not None:
             since, by = self._held
@@ -176,11 +176,12 @@ class _Run:
         shown = sum(exposed.values())
         return Timeline(
             step_s=self.now,
-            spans=tuple(self.spans),
-            waits=tuple(self.waits),
+            spans=() if brief else tuple(self.spans),
+            waits=() if brief else tuple(self.waits),
             busy=busy,
             exposed=exposed,
             exposed_s=shown,
+            tensor_s=self.step.micro_batches * self.step.tensor,
             hidden_s=sum(seconds for lane, seconds in busy.items() if lane != "compute") - shown,
         )
 

@@ -9,8 +9,8 @@ that the host issues after an operation may run beside it and slow it down.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
 
 from shardwise.spec.timeline import COMMUNICATION, LANES, Lane, Span, What
 
@@ -57,6 +57,10 @@ class Lanes:
         self.free = 0.0
         """When the settled part of the compute lane ends."""
         self.spans: list[Span | None] = []
+        self.later_spans: list[Callable[[], None]] = []
+        """What puts spans into places that are kept for them; called where somebody asks for spans."""
+        self.later_gaps: list[Callable[[], list[Gap]]] = []
+        """What makes the gaps of units that were counted: no collective that is on record runs in them."""
         self.gaps: list[Gap] = []
         self.under_way: list[Interval] = []
         """When any collective runs: disjoint, in order."""
@@ -72,6 +76,17 @@ class Lanes:
         self._carried = 0.0
         self._carried_by: Span | None = None
         self._seen = 0
+
+    def all_spans(self) -> Sequence[Span]:
+        """Return all that has happened, when everything is settled."""
+        for make in self.later_spans:
+            make()
+        self.later_spans.clear()
+        return cast(tuple[Span, ...], tuple(self.spans))
+
+    def all_gaps(self) -> Sequence[Gap]:
+        """Return all waits, in order."""
+        return sorted([*self.gaps, *(gap for make in self.later_gaps for gap in make())], key=lambda gap: gap.start)
 
     def wait(self, until: float, by: Span | None) -> None:
         """Let the compute lane wait for an event."""

@@ -29,7 +29,7 @@ class Fsdp2(AlikeUnits):
     def micro_batch(self, last: bool) -> None:
         """Issue a forward and its backward."""
         self.begin(last)
-        self.border = None
+        self.borders.clear()
         self._forward()
         self._backward()
 
@@ -47,8 +47,9 @@ class Fsdp2(AlikeUnits):
                 self.leaves(names[place])
             else:
                 place = self.skip(place, 1, ahead)
+        kept = self.event() if self.step.regather_group else 0
         self.compute(root.head, "forward", ROOT, root.head_issue)
-        self.gathers_after, self.copied_out = self.copied_out or self.gathers_after, 0
+        self.gathers_after, self.copied_out = kept or self.copied_out or self.gathers_after, 0
 
     def _arrive(self, place: int, ahead: tuple[int, ...]) -> None:
         """Have a unit's weights for forward, and issue the gathers that it asks for ahead."""
@@ -79,12 +80,12 @@ class Fsdp2(AlikeUnits):
 
     def _gather(self, place: int, seconds: float, apart: bool = False) -> None:
         if seconds > 0 and self.arriving[place] is None:
-            ready = self.copy_in(self.all[place], self.called[place], self.when(self.gathers_after))
+            ready = self.copy_in(self.all[place], self.called[place], self.when(self.gathers_after), apart)
             self.gather(place, seconds, ready, apart)
 
     def _backward(self) -> None:
         root, names, late = self.step.root, self.names, self.step.late
-        self.border = None
+        self.borders.clear()
         self._return(len(names))
         self.compute(root.head_backward, "backward", ROOT, root.head_backward_issue)
         place = len(names)

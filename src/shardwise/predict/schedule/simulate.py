@@ -18,6 +18,6 @@ def simulate(step: StepCosts, *, brief: bool = False) -> Timeline:
         brief: Without spans and waits, and in a fraction of the time: for a search, which asks for totals only.
     """
     if step.rules == "gloo":
-        return simulate_gloo(step)
+        return simulate_gloo(step, brief=brief)
     rules: dict[str, type[Fsdp2 | Fsdp1 | Ddp]] = {"nccl": Fsdp2, "fsdp1": Fsdp1, "ddp": Ddp}
     return rules[step.rules](step, brief).run()

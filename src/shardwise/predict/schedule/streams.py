@@ -33,17 +33,19 @@ class Streams(Frame):
         self.reduces = last or self.step.mode != "defer_all"
         self.sums = last or self.step.mode == "reduce_each"
 
-    def copy_in(self, unit: UnitCosts, name: str, ready: float) -> float:
-        """Issue what a gather is made from: shards from the host, cast into the buffer. Returns when it is there."""
+    def copy_in(self, unit: UnitCosts, name: str, ready: float, apart: bool = False) -> float:
+        """Issue what a gather is made from: shards from the host, cast into the buffer; `apart`: the part that was kept
+        for a smaller group. Returns when it is there."""
         start = max(ready, self.copy_in_free)
         if self.host > start:
             start = self.host
             self.held_up += 1
-        if unit.fetch > 0:
+        if unit.fetch > 0 and not apart:
             start = max(start, self.link_free("to_device"))
             start = self.copy("to_device", "fetch", name, start, start + unit.fetch).end
-        if unit.copy_in > 0:
-            start = self.add("copy_in", "copy_in", name, start, start + unit.copy_in).end
+        seconds = unit.recopy_in if apart else unit.copy_in
+        if seconds > 0:
+            start = self.add("copy_in", "copy_in", name, start, start + seconds).end
         self.copy_in_free = start
         return start
 
@@ -95,7 +97,7 @@ class Streams(Frame):
             start = max(start, self.sums_free)
             done = self.collective("all_reduce", "all_reduce", name, start, start + unit.all_reduce)
             self.sums_free = start = done.end
-        if self.sums and unit.store > 0:
+        if unit.store > 0 and (self.sums or unit.all_reduce <= 0):
             done = self._store(unit, name, start)
         if done is not None:
             self.reduced.append(done)
