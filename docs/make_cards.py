@@ -128,8 +128,8 @@ host_cores: 32
 `nodes` and `per_node` are needed. `gpu` is a card of the catalogue, `cpu`, or a card given whole with at least `name`
 and `usable: {{bytes: ..., source: ...}}`; without `rates` its memory can be predicted and its time cannot. Sizes are
 bytes, rates bytes or FLOPs per second and in one direction; figures that can only be GB or TFLOPS are refused.
-`measured` holds the curves of a probe, which take the place of the catalogue's figures. Files that end in `.json` hold the
-same as JSON. Unknown fields are refused, and errors name the field and the line.
+`measured` holds the curves of a probe, which take the place of the catalogue's figures. Files that end in `.json` hold
+the same as JSON. Unknown fields are refused, and errors name the field and the line.
 
 A card given whole is timed with its products in `fp32` and in the dtype of computation, alone or over PCIe; how fast
 collectives over its NVLink are only a probe can say:

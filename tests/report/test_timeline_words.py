@@ -190,9 +190,11 @@ def test_speeds_say_where_they_come_from():
         "speeds: catalogue (A10, 125 TFLOP/s at most, 26 GB/s between cards of a node; network eth-25, assumed as "
         "none was named); measure them with shardwise probe"
     )
-    half = PLAN.model_copy(update={"dtypes": PLAN.dtypes.model_copy(update={"param": "fp16"})})
-    assert "no units for" not in speed_words(rated, plan)
-    assert "TFLOP/s at most in fp32, as it has no units for fp16" in speed_words(rated, half)
+    old = RATED.model_copy(
+        update={"rates": RATED.rates.model_copy(update={"products": {"fp32": RATED.rates.products["fp32"]}})}
+    )
+    words = speed_words(rated.model_copy(update={"gpu": old}), plan)
+    assert "(A10, 31.2 TFLOP/s at most in fp32, as it has no units for bf16, 26 GB/s" in words
     assert "; network eth-80)" in speed_words(rated.model_copy(update={"network": "eth-80"}), plan)
     one = Curve(points=((1.0, 1.0),), source="here")
     device = DeviceSpeeds(products={"fp32": one}, memory={"fp32": one}, issue_s=0)
