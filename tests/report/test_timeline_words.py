@@ -181,6 +181,9 @@ def test_exposed_communication_by_kind():
     )
     alone = replace(STEP, busy={"compute": STEP.step_s}, exposed={}, exposed_s=0.0, hidden_s=0.0)
     assert exposed_words(alone) == "nothing is exchanged"
+    split = "4.00 ms of the computing are exchanges over the tensor axis, which nothing hides"
+    assert exposed_words(replace(STEP, tensor_s=4 * MS)) == f"{exposed_words(STEP)}; {split}"
+    assert exposed_words(replace(alone, tensor_s=4 * MS)) == f"no gathers or reductions; {split}"
 
 
 def test_speeds_say_where_they_come_from():

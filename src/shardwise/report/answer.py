@@ -118,6 +118,7 @@ def timeline_to_json(timeline: Timeline, plan: Plan) -> dict[str, Any]:
         "communication_s": timeline.communication_s,
         "exposed_s": timeline.exposed_s,
         "overlap_efficiency": timeline.overlap_efficiency,
+        "tensor_s": timeline.tensor_s,
         "busy": {lane: timeline.busy[lane] for lane in LANES if timeline.busy.get(lane)},
         "exposed": {lane: timeline.exposed[lane] for lane in LANES if timeline.exposed.get(lane)},
         "waits": [_waiting(waiting) for waiting in merged_waits(timeline, plan.accumulation_steps)],

@@ -142,8 +142,13 @@ def use_words(throughput: Throughput) -> str:
 
 def exposed_words(timeline: Timeline) -> str:
     """Return what of the communication is exposed, in all and by kind."""
+    inside = (
+        f"; {seconds_text(timeline.tensor_s)} of the computing are exchanges over the tensor axis, which nothing hides"
+        if timeline.tensor_s > 0
+        else ""
+    )
     if timeline.communication_s <= 0:
-        return "nothing is exchanged"
+        return f"no gathers or reductions{inside}" if inside else "nothing is exchanged"
     whole = f"{seconds_text(timeline.exposed_s)} of {seconds_text(timeline.communication_s)} of communication"
     share = f"{100 * timeline.exposed_s / timeline.step_s:.1f} % of the step"
     hidden = f"{100 * timeline.overlap_efficiency:.0f} % are hidden"
@@ -152,7 +157,7 @@ def exposed_words(timeline: Timeline) -> str:
         for lane in COMMUNICATION
         if timeline.busy.get(lane, 0.0) > 0
     ]
-    return f"exposed: {whole}, {share}; {hidden}; {', '.join(lanes)}"
+    return f"exposed: {whole}, {share}; {hidden}; {', '.join(lanes)}{inside}"
 
 
 def critical_words(timeline: Timeline, plan: Plan, block_list: str) -> Iterator[str]:
