@@ -19,8 +19,6 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.runtime import SHARDWISE, Runtime
 from shardwise.spec.speeds import TimedKind
 
-AXES = ("shard", "replicate", "tensor", "world")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
@@ -39,8 +37,8 @@ class Scale:
 
     def __init__(self, speeds: Speeds, runtime: Runtime, plan: Plan) -> None:
         self.speeds, self.runtime, self.plan = speeds, runtime, plan
-        mesh, per_node = plan.mesh, speeds.cluster.per_node
-        self.groups = {axis: group_of(axis, mesh, per_node) for axis in AXES}
+        mesh = plan.mesh
+        self.groups: dict[str, Group] = {}
         self.rules = rules_of(runtime, speeds.cluster)
         dtypes = plan.dtypes
         self.key = (

@@ -128,6 +128,13 @@ class Timeline:
     exposed_s: float
     """The same of all of them together, by interval union."""
 
+    hidden_s: float = 0.0
+    """Seconds in which a collective or a copy to or from the host is under way and something is computed."""
+    tensor_s: float = 0.0
+    """Seconds of computing that are collectives over the tensor axis, which nothing hides."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know of these figures: assumptions, what is left out."""
+
     @cached_property
     def overlap_efficiency(self) -> float:
         """Share of all communication (union over its lanes) under which something is computed; 1 when there is none."""
@@ -138,10 +145,3 @@ class Timeline:
     def communication_s(self) -> float:
         """Seconds in which any collective or copy to or from the host is under way."""
         return self.hidden_s + self.exposed_s
-
-    hidden_s: float = 0.0
-    """Seconds in which one is under way and something is computed."""
-    tensor_s: float = 0.0
-    """Seconds of computing that are collectives over the tensor axis, which nothing hides."""
-    notes: tuple[str, ...] = ()
-    """What a reader has to know of these figures: assumptions, what is left out."""
